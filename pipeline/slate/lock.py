@@ -1,0 +1,35 @@
+"""One process a run root: an flock that the kernel releases however the holder ends."""
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from pipeline.slate.errors import LockHeld
+
+
+@contextlib.contextmanager
+def lock(root: Path, *, purpose: str) -> Iterator[None]:
+    """Holds the run root's lock while the context lasts; never waits.
+
+    LockHeld names the holder's process and purpose. The file stays; the lock does not.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    handle = os.open(root / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(handle, 500, 0).decode(errors="replace").strip()
+            raise LockHeld(
+                f"{root} is in use by {holder or 'another process'}",
+                wanted="one process at a time on a run",
+                next_step="wait for it, or stop it, or give this run another name (run.name)",
+            ) from None
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, json.dumps({"pid": os.getpid(), "purpose": purpose}).encode(), 0)
+        yield
+    finally:
+        os.close(handle)
