@@ -1,0 +1,106 @@
+"""What is in a shard: one entry a sample, and the digest that ties an entry to its rows."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor
+
+from pipeline.slate.files import read_json, write_json
+from pipeline.store.errors import ShardDamaged
+from pipeline.store.layout import Field
+
+Split = Literal["train", "held_out"]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prepared conversation: input_ids int32 [n], supervised bool [n], both on the CPU."""
+
+    id: str
+    input_ids: Tensor
+    supervised: Tensor
+    split: Split
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a sample lies: rows [offset, offset + length) of a shard.
+
+    supervised: number of supervised tokens; digest: sha256 over the rows of every field.
+    """
+
+    id: str
+    split: Split
+    shard: str
+    offset: int
+    length: int
+    supervised: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class ShardIndex:
+    """A whole shard: its file, number of rows, file digest, entries, and samples left out."""
+
+    shard: str
+    rows: int
+    sha256: str
+    entries: tuple[Entry, ...]
+    skipped: tuple[tuple[str, str], ...] = ()  # (sample id, reason)
+
+    def write(self, path: Path) -> None:
+        """Writes the index atomically; from then on the shard counts as whole."""
+        write_json(path, asdict(self))
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Reads an index. ShardDamaged when it is not one or contradicts itself."""
+        value: Any = read_json(path)
+        try:
+            index = cls(
+                shard=str(value["shard"]),
+                rows=int(value["rows"]),
+                sha256=str(value["sha256"]),
+                entries=tuple(Entry(**entry) for entry in value["entries"]),
+                skipped=tuple((str(name), str(why)) for name, why in value["skipped"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise _damaged(path, f"{type(error).__name__}: {error}") from error
+        position = 0
+        for entry in index.entries:
+            if entry.shard != index.shard or entry.offset != position or entry.length < 1:
+                raise _damaged(path, f"sample {entry.id} does not follow the one before it")
+            position += entry.length
+        if position != index.rows:
+            raise _damaged(path, f"entries cover {position} rows of {index.rows}")
+        if Path(index.shard).name != index.shard:
+            raise _damaged(path, f"shard name {index.shard!r} leaves the folder")
+        return index
+
+
+def _damaged(path: Path, what: str) -> ShardDamaged:
+    return ShardDamaged(
+        f"{path}: {what}",
+        wanted="an index as this version writes it, samples end to end",
+        next_step="run the stage that wrote it again",
+    )
+
+
+def sample_digest(fields: tuple[Field, ...], rows: Mapping[str, Tensor]) -> str:
+    """Digest of one sample's rows, each field with its name, type and shape. Hex sha256."""
+    digest = hashlib.sha256()
+    for field in fields:
+        tensor = rows[field.name]
+        digest.update(f"{field.name} {field.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor_bytes(tensor))
+    return digest.hexdigest()
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a CPU tensor in row order, without a copy when it is contiguous."""
+    flat: Any = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+    return memoryview(flat)
