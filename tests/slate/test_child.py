@@ -1,0 +1,112 @@
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipeline.settings.environment import child_environment
+from pipeline.slate.child import Child
+from pipeline.slate.errors import ChildFailed
+
+ENVIRONMENT = child_environment({})
+
+
+def module(tmp_path: Path, body: str) -> dict[str, str]:
+    """A child module in a folder of its own; gives the environment that finds it."""
+    text = (
+        "import os, sys, time, subprocess\n"
+        "from pipeline.slate.worker import run_worker\n"
+        "def main(request, channel):\n"
+        + "".join(f"    {line}\n" for line in body.splitlines())
+        + "if __name__ == '__main__':\n    run_worker(main)\n"
+    )
+    (tmp_path / "some_child.py").write_text(text)
+    return {**ENVIRONMENT, "PYTHONPATH": str(tmp_path)}
+
+
+def child(tmp_path: Path, body: str, **request: object) -> Child:
+    environment = module(tmp_path, body)
+    return Child("some_child", environment=environment, log=tmp_path / "log", request=request)
+
+
+def test_events_come_in_order_and_prints_do_not_disturb_them(tmp_path: Path) -> None:
+    body = "for n in range(request['count']):\n    print('noise')\n    channel.emit({'n': n})"
+    with child(tmp_path, body, count=3) as running:
+        events = list(running.events())
+    assert [event.get("n") for event in events] == [0, 1, 2, None]
+    assert (tmp_path / "log").read_text().count("noise") == 3
+
+
+def test_further_lines_reach_the_child(tmp_path: Path) -> None:
+    body = "for line in channel.receive():\n    channel.emit({'twice': line['x'] * 2})"
+    with child(tmp_path, body) as running:
+        running.send({"x": 4})
+        running.close_input()
+        assert next(running.events())["twice"] == 8
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("raise ValueError('tensor too long')", "ValueError: tensor too long"),
+        ("raise AssertionError", r"AssertionError: \(no message\)"),
+        ("os._exit(3)", "ended with status 3"),
+        ("os.kill(os.getpid(), 9)", "killed by SIGKILL"),
+        ("print('the last words', flush=True); os._exit(1)", "the last words"),
+    ],
+)
+def test_a_child_that_fails_is_told_with_its_own_words(
+    tmp_path: Path, body: str, words: str
+) -> None:
+    with child(tmp_path, body) as running, pytest.raises(ChildFailed, match=words):
+        list(running.events())
+
+
+def test_a_fault_keeps_its_three_parts(tmp_path: Path) -> None:
+    body = (
+        "from pipeline.faults import Fault\n"
+        "raise Fault('3 rows', wanted='5', next_step='turn the cache off')"
+    )
+    with child(tmp_path, body) as running, pytest.raises(ChildFailed) as caught:
+        list(running.events())
+    assert "3 rows" in caught.value.found
+    assert caught.value.wanted == "5"
+    assert caught.value.next_step == "turn the cache off"
+    assert "Traceback" in (tmp_path / "log").read_text()
+
+
+def test_leaving_the_context_ends_the_child_and_its_own_children(tmp_path: Path) -> None:
+    body = (
+        "grandchild = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "channel.emit({'pid': grandchild.pid})\n"
+        "time.sleep(600)"
+    )
+    with child(tmp_path, body) as running:
+        grandchild = psutil.Process(next(running.events())["pid"])
+    assert not psutil.pid_exists(running.pid)
+    grandchild.wait(10)
+    assert not grandchild.is_running()
+
+
+def test_a_child_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    environment = module(tmp_path, "channel.emit({'pid': os.getpid()}); time.sleep(600)")
+    code = (
+        "from pathlib import Path\n"
+        "from pipeline.slate.child import Child\n"
+        f"child = Child('some_child', environment={environment!r}, "
+        f"log=Path({str(tmp_path / 'log')!r}), request={{}})\n"
+        "print(next(child.events())['pid'], flush=True)\n"
+        "import time; time.sleep(600)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    parent.send_signal(signal.SIGKILL)
+    parent.communicate()
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
