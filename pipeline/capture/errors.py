@@ -1,0 +1,7 @@
+"""Faults of capture."""
+
+from pipeline.faults import Fault
+
+
+class CaptureError(Fault):
+    """The engine or the staging folder does not do what the contract says."""

@@ -1,0 +1,85 @@
+"""The staging folder: files that pass from an engine to the shards, under a quota.
+
+The engine's side reserves room before it writes and waits when there is none; the collector's side
+waits for a file to be whole, reads it and frees it. Nothing is dropped and nothing grows.
+"""
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from pipeline.capture.errors import CaptureError
+
+_POLL_SECONDS = 0.005
+
+
+class Staging:
+    """One folder, with a quota on the bytes that may wait in it."""
+
+    def __init__(self, folder: Path, *, quota_bytes: int) -> None:
+        self.folder, self.quota_bytes = folder, quota_bytes
+
+    def waiting_bytes(self) -> int:
+        """Bytes of the files that wait, partial ones included."""
+        total = 0
+        with os.scandir(self.folder) as entries:
+            for entry in entries:
+                try:
+                    if "safetensors" in entry.name:
+                        total += entry.stat().st_size
+                except FileNotFoundError:  # taken by the collector meanwhile
+                    continue
+        return total
+
+    def write(self, name: str, tensors: Mapping[str, Tensor], *, timeout_seconds: float) -> None:
+        """Waits for room, writes the file aside and renames it when it is whole.
+
+        CaptureError when the file alone exceeds the quota, or no room appears in time.
+        """
+        needed = sum(tensor.nbytes for tensor in tensors.values())
+        if needed > self.quota_bytes:
+            raise CaptureError(
+                f"{name} has {needed} bytes",
+                wanted=f"at most the staging quota, {self.quota_bytes} bytes",
+                next_step="raise extract.staging_quota_bytes",
+            )
+        deadline = time.monotonic() + timeout_seconds
+        while self.waiting_bytes() + needed > self.quota_bytes:
+            if time.monotonic() > deadline:
+                raise CaptureError(
+                    f"{self.folder}: no room for {needed} bytes in {timeout_seconds:.0f} s",
+                    wanted="a collector that frees what it has read",
+                    next_step="see whether the extract stage still runs",
+                )
+            time.sleep(_POLL_SECONDS)
+        partial = self.folder / f".{name}.partial"
+        save_file(dict(tensors), partial)
+        partial.rename(self.folder / name)
+
+    def read(self, name: str, *, timeout_seconds: float) -> dict[str, Tensor]:
+        """Reads a file when it is whole, into memory.
+
+        TimeoutError when it does not appear in time; SafetensorError when it is not what it says.
+        ValueError for a name that leaves the folder.
+        """
+        if Path(name).name != name or name.startswith("."):
+            raise ValueError(f"staging file name {name!r}")
+        path = self.folder / name
+        deadline = time.monotonic() + timeout_seconds
+        while not path.exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{path} did not appear in {timeout_seconds:.0f} s")
+            time.sleep(_POLL_SECONDS)
+        if path.stat().st_size == 0:
+            raise SafetensorError(f"{path} is empty")
+        return load_file(path)
+
+    def free(self, name: str) -> None:
+        """Removes a file that was read or refused; its absence is no fault."""
+        if Path(name).name == name:
+            (self.folder / name).unlink(missing_ok=True)
