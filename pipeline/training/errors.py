@@ -1,0 +1,31 @@
+"""Faults of training."""
+
+from pipeline.faults import Fault
+
+
+class TrainingError(Fault):
+    """Training cannot start or go on."""
+
+
+class RequestError(TrainingError):
+    """A value of the request is impossible, or its parts do not fit each other."""
+
+
+class NothingToTrain(TrainingError):
+    """No training sample holds a supervised token that a row could be asked for."""
+
+
+class NonFinite(TrainingError):
+    """A loss or gradient is infinite or not a number; the weights were not touched."""
+
+
+class CheckpointError(TrainingError):
+    """A checkpoint cannot be written, or is broken."""
+
+
+class ResumeRefused(CheckpointError):
+    """A checkpoint belongs to other data or other settings."""
+
+
+class RankError(TrainingError):
+    """Another rank stopped, or cannot be reached."""
