@@ -1,0 +1,15 @@
+"""Faults of the evaluation."""
+
+from pipeline.faults import Fault
+
+
+class EvaluationError(Fault):
+    """A drafter could not be measured on a target."""
+
+
+class WrongDrafter(EvaluationError):
+    """The drafter was not made for this target."""
+
+
+class UnsupportedTarget(EvaluationError):
+    """The target's cache cannot be taken back after a rejected draft."""
