@@ -144,13 +144,11 @@ def main() -> None:
 
 def _guard(command: Callable[[], Any]) -> None:
     try:
-        command()
+        status = command()
     except Fault as fault:
         log_only(traceback.format_exc())
         _say_error(fault.found, fault.wanted, fault.next_step)
         sys.exit(1)
-    except typer.Exit as leaving:
-        sys.exit(leaving.exit_code)
     except (KeyboardInterrupt, StageStopped, typer.Abort) as stopped:
         log_only(traceback.format_exc())
         _say_error(
@@ -165,6 +163,8 @@ def _guard(command: Callable[[], Any]) -> None:
             sys.exit(2)
         _unexpected(error)
         sys.exit(70)
+    if isinstance(status, int) and status:  # click gives the status of an Exit back
+        sys.exit(status)
 
 
 def _unexpected(error: Exception) -> None:

@@ -1,0 +1,342 @@
+"""extract: the target's states for every token of every sample, proven complete."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.capture.child_engine import ChildEngine
+from pipeline.capture.drive import CapturePlan, capture_states, shard_name
+from pipeline.capture.plan import plan_shards
+from pipeline.capture.staging import Staging
+from pipeline.host.disk import existing_parent, filesystem, free_bytes
+from pipeline.settings.environment import child_environment
+from pipeline.slate.child import Child
+from pipeline.slate.files import read_json
+from pipeline.slate.log import SAY, log_only
+from pipeline.slate.progress import Progress
+from pipeline.slate.stage import Outcome, Workspace
+from pipeline.slate.wipe import check_wipeable, claim, wipe
+from pipeline.stages.errors import StageError
+from pipeline.stages.run import Run, device_of
+from pipeline.store.index import Entry, Sample, ShardIndex
+from pipeline.store.layout import row_bytes, state_fields
+from pipeline.store.reader import (
+    DatasetFacts,
+    PreparedSamples,
+    StateDataset,
+    check_shard,
+    check_states,
+)
+from pipeline.target.facts import fingerprint
+from pipeline.target.tensors import read_head
+
+_FILE_TIMEOUT_SECONDS = 60.0
+_LOGIT_ROWS = 256  # rows of logits [rows, V] that exist at once in the comparison
+
+
+class ExtractStage:
+    """Runs the engine over the prepared samples into shards of states."""
+
+    name = "extract"
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._settings = run.settings.extract
+
+    @property
+    def gpus(self) -> tuple[int, ...]:
+        """GPUs of the engine."""
+        return self._settings.gpus
+
+    @property
+    def inputs(self) -> Mapping[str, Path]:
+        """The prepared samples, and the target when it is made here."""
+        return {**self._run.target_inputs(), "prepare": self._run.output("prepare")}
+
+    @property
+    def decides(self) -> Mapping[str, Any]:
+        """Engine, taps, precision and the plan of batches and shards."""
+        names = {"engine", "taps", "compute_dtype", "batch_tokens", "shard_bytes"}
+        return {
+            **self._settings.model_dump(mode="json", include=names),
+            "target": self._run.target_decides(),
+        }
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """Of the engine's process."""
+        return self._run.environment(gpus=self.gpus)
+
+    @property
+    def _staging(self) -> Path:
+        name = hashlib.sha256(str(self._run.folder).encode()).hexdigest()[:12]
+        return self._settings.staging.absolute() / f"{self._run.folder.name}-{name}"
+
+    def check(self) -> int:
+        """Taps against the target's depth, the quota against the largest sample, the tmpfs."""
+        settings, facts = self._settings, self._run.target_facts()
+        if settings.engine == "sglang":
+            raise StageError(
+                "extract.engine is sglang",
+                wanted="transformers: this version has no SGLang engine yet",
+                next_step="set extract.engine=transformers, or wait for the version that has it",
+            )
+        if settings.taps[-1] >= facts.layers:
+            raise StageError(
+                f"extract.taps names layer {settings.taps[-1]}, the target has {facts.layers}",
+                wanted=f"layers 0 to {facts.layers - 1}",
+                next_step="correct extract.taps",
+            )
+        fields = state_fields(facts.hidden_size, taps=len(settings.taps))
+        samples = PreparedSamples.open(self._run.output("prepare"))
+        largest = max(samples.entries, key=lambda entry: entry.length)
+        if largest.length * row_bytes(fields) > settings.staging_quota_bytes:
+            raise StageError(
+                f"sample {largest.id} has {largest.length} tokens of {row_bytes(fields)} bytes",
+                wanted=f"at most extract.staging_quota_bytes, {settings.staging_quota_bytes}",
+                next_step="raise the quota, or lower prepare.max_length and prepare again",
+            )
+        free = free_bytes(self._staging)
+        if free < settings.staging_quota_bytes:
+            raise StageError(
+                f"{existing_parent(self._staging)} ({filesystem(self._staging)}) has "
+                f"{free >> 20} MiB free",
+                wanted=f"the staging quota, {settings.staging_quota_bytes >> 20} MiB",
+                next_step="free it, enlarge the tmpfs, or lower extract.staging_quota_bytes",
+            )
+        check_wipeable(self._staging, root=settings.staging.absolute())
+        total = sum(entry.length for entry in samples.entries)
+        return int(total * row_bytes(fields) * 1.02) + (64 << 20)
+
+    def run(self, workspace: Workspace) -> None:
+        """Captures every shard that is not there and whole already."""
+        settings, facts = self._settings, self._run.target_facts()
+        samples = PreparedSamples.open(self._run.output("prepare"))
+        fields = state_fields(facts.hidden_size, taps=len(settings.taps))
+        shards = plan_shards(
+            samples.entries, row_bytes=row_bytes(fields), shard_bytes=settings.shard_bytes
+        )
+        finished = self._finished(workspace, shards, fields) if workspace.resume else frozenset()
+        root = settings.staging.absolute()
+        wipe(self._staging, root=root)
+        claim(self._staging, stage="staging", intent={})
+        total = sum(entry.length for entry in samples.entries)
+        already = sum(entry.length for n in finished for entry in shards[n])
+        head = read_head(self._run.target_folder)
+        try:
+            with (
+                Progress("extract", total=total, unit="tokens", already=already) as progress,
+                Child(
+                    "pipeline.capture.worker",
+                    environment=child_environment(self.environment),
+                    log=workspace.log,
+                    request=self._request(),
+                ) as child,
+            ):
+                numbers = {entry.id: number for number, entry in enumerate(samples.entries)}
+                capture_states(
+                    ChildEngine(child, numbers=numbers),
+                    samples,
+                    plan=CapturePlan(
+                        shards=shards,
+                        taps=settings.taps,
+                        hidden_size=facts.hidden_size,
+                        batch_tokens=settings.batch_tokens,
+                        logprob_ids=spread(samples.entries, settings.logprob_samples),
+                        difference=lambda sample, final, logprobs: greatest_difference(
+                            sample, final, logprobs, head=head
+                        ),
+                        file_timeout_seconds=_FILE_TIMEOUT_SECONDS,
+                    ),
+                    finished=finished,
+                    folder=workspace.output,
+                    staging=Staging(self._staging, quota_bytes=settings.staging_quota_bytes),
+                    advance=progress.advance,
+                    say=lambda line: SAY.warning("%s", line),
+                )
+        finally:
+            wipe(self._staging, root=root)
+            self._staging.rmdir()
+        DatasetFacts(
+            facts.hidden_size,
+            settings.taps,
+            fingerprint(self._run.target_folder),
+            len(shards),
+        ).write(workspace.output)
+
+    def _request(self) -> dict[str, Any]:
+        settings = self._settings
+        return {
+            "engine": settings.engine,
+            "folder": str(self._run.target_folder),
+            "prepared": str(self._run.output("prepare")),
+            "staging": str(self._staging),
+            "quota_bytes": settings.staging_quota_bytes,
+            "taps": list(settings.taps),
+            "hidden_size": self._run.target_facts().hidden_size,
+            "dtype": settings.compute_dtype,
+            "device": device_of(settings.gpus),
+            "remote_code": self._run.settings.target.remote_code,
+            "threads": self._run.threads,
+        }
+
+    def _finished(
+        self, workspace: Workspace, shards: Sequence[Sequence[Entry]], fields: Any
+    ) -> frozenset[int]:
+        """Shards of an earlier try that are whole: index there, members as planned, bytes proven.
+
+        Whatever else lies there is removed and captured again.
+        """
+        keep = set()
+        for number, members in enumerate(shards):
+            path = workspace.output / f"{shard_name(number)}.json"
+            if not path.exists():
+                continue
+            index = ShardIndex.read(path)
+            named = {entry.id for entry in index.entries} | {name for name, _ in index.skipped}
+            if named == {entry.id for entry in members}:
+                check_shard(workspace.output, index, fields=fields)
+                keep.add(number)
+        for path in workspace.output.glob("states-*"):
+            if int(path.stem.removeprefix("states-")) not in keep:
+                path.unlink()
+        SAY.info("extract: %d of %d shards are whole already", len(keep), len(shards))
+        return frozenset(keep)
+
+    def verify(self, workspace: Workspace) -> Outcome:
+        """Every prepared sample once, every byte as its index says, log-probabilities agree."""
+        samples = PreparedSamples.open(self._run.output("prepare"))
+        dataset = StateDataset.open(workspace.output)
+        total = sum(entry.length for entry in dataset.entries)
+        with Progress("extract: verifying", total=total, unit="rows") as progress:
+            for rows in check_states(workspace.output, threads=self._run.threads):
+                progress.advance(rows)
+        check_complete(samples, dataset)
+        reasons = Counter(reason for _, reason in dataset.skipped)
+        kept, read = len(dataset.entries), len(samples.entries)
+        if kept < self._settings.least_kept_share * read:
+            raise StageError(
+                f"{kept} of {read} samples captured; left out: {dict(reasons)}",
+                wanted=f"at least {self._settings.least_kept_share:.0%}",
+                next_step=f"read the reasons in {workspace.log}, mend, then make extract",
+            )
+        differences: dict[str, float] = {}
+        for path in sorted(workspace.output.glob("logprobs-*.json")):
+            differences |= read_json(path)
+        greatest = self._greatest(differences)
+        log_only(f"log-probability differences: {differences}")
+        SAY.info(
+            "extract: %d samples kept, %d left out, %d rows; log-probabilities of %d samples "
+            "agree within %.4f nats",
+            kept,
+            len(dataset.skipped),
+            total,
+            len(differences),
+            greatest,
+        )
+        return Outcome(
+            counts={
+                "read": read,
+                "kept": kept,
+                "skipped": dict(reasons),
+                "rows": total,
+                "rows_per_split": {
+                    split: sum(e.length for e in dataset.entries if e.split == split)
+                    for split in ("train", "held_out")
+                },
+            },
+            facts={
+                "taps": list(dataset.taps),
+                "hidden_size": dataset.hidden_size,
+                "target_fingerprint": dataset.target_fingerprint,
+            },
+            measured={
+                "logprob_samples": len(differences),
+                "logprob_greatest_difference_nats": greatest,
+                "logprob_tolerance_nats": self._settings.logprob_tolerance,
+                "staging_filesystem": filesystem(self._settings.staging),
+            },
+            known_digests={index.shard: index.sha256 for index in dataset.indexes if index.entries},
+            volatile=lambda name: name.startswith("logprobs-"),
+        )
+
+    def _greatest(self, differences: Mapping[str, float]) -> float:
+        if not differences:
+            raise StageError(
+                "no sample's log-probabilities were compared",
+                wanted="at least one",
+                next_step="make extract starts over; if it stays so, report it",
+            )
+        name, greatest = max(differences.items(), key=lambda item: item[1])
+        if not greatest <= self._settings.logprob_tolerance:
+            raise StageError(
+                f"sample {name}: log-probabilities from the stored final states differ by "
+                f"{greatest:.4f} nats from the engine's own",
+                wanted=f"at most extract.logprob_tolerance, {self._settings.logprob_tolerance}",
+                next_step="the final state may be before the norm, or of another target",
+            )
+        return greatest
+
+
+def spread(entries: Sequence[Entry], count: int) -> frozenset[str]:
+    """Ids of `count` samples at even distances over the data set, of at least two tokens."""
+    usable = [entry.id for entry in entries if entry.length > 1]
+    count = min(count, len(usable))
+    return (
+        frozenset(usable[i * len(usable) // count] for i in range(count)) if count else frozenset()
+    )
+
+
+def check_complete(samples: PreparedSamples, dataset: StateDataset) -> None:
+    """Every prepared sample is in exactly one shard or in the skip list. StageError otherwise."""
+    skipped = Counter(name for name, _ in dataset.skipped)
+    present = {entry.id: entry for entry in dataset.entries}
+    for entry in samples.entries:
+        found = (entry.id in present) + skipped[entry.id]
+        if found != 1:
+            raise StageError(
+                f"sample {entry.id} is {'nowhere' if not found else f'in {found} places'}",
+                wanted="exactly one shard or the skip list",
+                next_step="make extract starts over; if it stays so, report it",
+            )
+        if entry.id in present:
+            states, sample = dataset.read(present[entry.id]), samples.read(entry)
+            if not (
+                torch.equal(states.input_ids, sample.input_ids)
+                and torch.equal(states.supervised, sample.supervised)
+                and present[entry.id].split == entry.split
+            ):
+                raise StageError(
+                    f"sample {entry.id}: ids, mask or split differ from the prepared sample",
+                    wanted="the sample as it was prepared",
+                    next_step="make extract starts over; if it stays so, report it",
+                )
+    if len(present) + len(dataset.skipped) != len(samples.entries):
+        raise StageError(
+            f"{len(present)} kept and {len(dataset.skipped)} left out",
+            wanted=f"{len(samples.entries)} in all, as prepared",
+            next_step="make extract starts over; if it stays so, report it",
+        )
+
+
+def greatest_difference(
+    sample: Sample, final: Tensor, logprobs: Sequence[float], *, head: Tensor
+) -> float:
+    """Greatest |engine - lm_head(final)| of log p(x_{t+1}), nats, over a sample's tokens.
+
+    final [n, H] bf16 as stored; logprobs n - 1 values by the engine; head [V, H].
+    """
+    greatest = 0.0
+    for start in range(0, len(logprobs), _LOGIT_ROWS):
+        stop = min(start + _LOGIT_ROWS, len(logprobs))
+        logits = final[start:stop].float() @ head.float().T
+        labels = sample.input_ids[start + 1 : stop + 1].long()
+        own = torch.log_softmax(logits, dim=-1).gather(1, labels[:, None])[:, 0]
+        engine = torch.tensor(logprobs[start:stop], dtype=torch.float32)
+        greatest = max(greatest, float((own - engine).abs().max()))
+    return greatest
