@@ -68,9 +68,11 @@ SGLANG_NUMBERING = {
     "MistralForCausalLM": "next",
     "Qwen2ForCausalLM": "next",
     "Qwen3ForCausalLM": "next",
+    "Qwen2MoeForCausalLM": "next",
     "Qwen3MoeForCausalLM": "next",
     "DeepseekV2ForCausalLM": "first",
     "DeepseekV3ForCausalLM": "first",
+    "DeepseekV32ForCausalLM": "first",
     "KimiK25ForConditionalGeneration": "first",
 }
 

@@ -123,7 +123,7 @@ def build_vocabulary(
         raise VocabularyError(
             f"draft vocabulary of {size} tokens",
             wanted=f"between 1 and the target's {V}",
-            next_step="set train.draft_vocabulary_size in that range",
+            next_step="set draft.vocabulary_size in that range",
         )
     wanted = torch.tensor(sorted(set(always_in)), dtype=torch.int64)
     if wanted.numel() and (int(wanted[0]) < 0 or int(wanted[-1]) >= V):

@@ -221,7 +221,7 @@ def summarise(outcomes: Sequence[Outcome], *, draft_tokens: int) -> Acceptance:
         raise EvaluationError(
             f"{len(outcomes)} prompts and not one decode pass",
             wanted="prompts whose answers are longer than one token",
-            next_step="raise evaluation.max_new_tokens or give more held-out prompts",
+            next_step="raise evaluate.max_new_tokens or give more held-out prompts",
         )
     return Acceptance(
         prompts=len(outcomes),

@@ -122,7 +122,7 @@ def check_fit(target: Any, config: DrafterConfig, *, longest: int) -> None:
         raise EvaluationError(
             f"a prompt and answer of {longest} tokens",
             wanted=f"at most the drafter's {config.max_position_embeddings} positions",
-            next_step="lower evaluation.max_new_tokens or leave the long prompts out",
+            next_step="lower evaluate.max_new_tokens or leave the long prompts out",
         )
 
 

@@ -221,7 +221,8 @@ def _same_intent(name: str, found: Mapping[str, Any], wanted: Mapping[str, Any])
             f"the sealed output of {name} was made from something else:\n  "
             + "\n  ".join(lines[:12]),
             wanted="an output that matches the present settings and inputs",
-            next_step=f"make {name} starts it over; or put the settings back (make show)",
+            next_step=f"make {name} starts it over; or give the PROFILE, INPUT, ANSWERS and SET "
+            "that it was made with (make show)",
         )
 
 
