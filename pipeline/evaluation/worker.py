@@ -5,7 +5,7 @@
 Request: target, drafter (folders), prompts (JSON lines of {"id", "prompt_ids"}), max_new_tokens,
 draft_tokens, dtype ("float32", "bfloat16", "float64"), threads, end_ids, device ("cpu"),
 remote_code (false). Events: {"event": "loaded", "total"}, then for each prompt {"event": "prompt",
-"done", "total", "outcome"}, then {"event": "acceptance", "acceptance"}; see `acceptance.py`.
+"done", "total", "outcome"}; see `acceptance.py`, whose `summarise` adds them up.
 """
 
 import json
@@ -17,7 +17,7 @@ import torch
 
 from pipeline.draft.config import DrafterConfig
 from pipeline.draft.export import load_exported
-from pipeline.evaluation.acceptance import Outcome, summarise
+from pipeline.evaluation.acceptance import Outcome
 from pipeline.evaluation.errors import EvaluationError, WrongDrafter
 from pipeline.evaluation.serving import ServingDrafter
 from pipeline.evaluation.speculative import decode_twice
@@ -71,19 +71,10 @@ def main(request: dict[str, Any], channel: Emitter) -> None:
         embedding=target.get_input_embeddings().weight.detach(),
     )
     channel.emit({"event": "loaded", "total": len(prompts)})
-    outcomes = []
-    for outcome in decode_all(target, drafter, prompts, request=request):
-        outcomes.append(outcome)
+    for done, outcome in enumerate(decode_all(target, drafter, prompts, request=request), start=1):
         channel.emit(
-            {
-                "event": "prompt",
-                "done": len(outcomes),
-                "total": len(prompts),
-                "outcome": outcome.to_json(),
-            }
+            {"event": "prompt", "done": done, "total": len(prompts), "outcome": outcome.to_json()}
         )
-    acceptance = summarise(outcomes, draft_tokens=request["draft_tokens"])
-    channel.emit({"event": "acceptance", "acceptance": acceptance.to_json()})
 
 
 def decode_all(

@@ -266,9 +266,18 @@ class EvaluateSettings(Section):
     """Tokens drafted for one pass of the target."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """In float32 drafted output must equal plain output, token for token."""
+    workers: int = Field(default=1, ge=1, le=64)
+    """Processes that decode side by side, sharing the threads: one token at a time, a small target
+    uses little more than one core."""
     least_acceptance_length: Annotated[float, Field(ge=1.0)] = 1.0
     """Fail below this many tokens a target pass."""
     gpus: GpuIndexes = ()
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.gpus and self.workers > 1:
+            raise ValueError("evaluate.workers must be 1 where evaluate.gpus names GPUs")
+        return self
 
 
 class Settings(Section):

@@ -1,15 +1,18 @@
 """evaluate: acceptance measured by real speculative decoding of held-out prompts."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
-from pipeline.evaluation.acceptance import Acceptance
+from pipeline.evaluation.acceptance import Acceptance, summarise
+from pipeline.evaluation.acceptance import Outcome as DecodedTwice
 from pipeline.settings.environment import child_environment
 from pipeline.slate.child import Child
-from pipeline.slate.files import read_json, write_json
+from pipeline.slate.files import read_json, write_atomic, write_json
 from pipeline.slate.log import SAY
 from pipeline.slate.progress import Progress
 from pipeline.slate.stage import Outcome, Workspace
@@ -47,14 +50,17 @@ class EvaluateStage:
 
     @property
     def decides(self) -> Mapping[str, Any]:
-        """Its own settings; the bound on the result does not change it."""
-        values = self._settings.model_dump(mode="json", exclude={"least_acceptance_length"})
+        """Its own settings, but the bound on the result and the number of processes."""
+        values = self._settings.model_dump(
+            mode="json", exclude={"least_acceptance_length", "workers"}
+        )
         return {**values, "target": self._run.target_decides()}
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """Of the decoding process."""
-        return self._run.environment(gpus=self.gpus)
+        """Of the decoding processes, which share the threads."""
+        extra = {"OMP_NUM_THREADS": str(max(1, self._run.threads // self._settings.workers))}
+        return self._run.environment(gpus=self.gpus, extra=extra)
 
     def check(self) -> int:
         """The engine exists and there is something to decode."""
@@ -88,10 +94,35 @@ class EvaluateStage:
         return prompts[: self._settings.prompts or None]
 
     def run(self, workspace: Workspace) -> None:
-        """Starts the decoding process and keeps what it reports."""
-        prompts = workspace.output / _PROMPTS
-        lines = [json.dumps(prompt) for prompt in self._prompts()]
-        prompts.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        """Decodes in one process or several, and keeps what they report, in the prompts' order."""
+        prompts = self._prompts()
+        _write_lines(workspace.output / _PROMPTS, prompts)
+        workers = min(self._settings.workers, len(prompts))
+        outcomes: dict[str, dict[str, Any]] = {}
+        with ExitStack() as children:
+            parts = []
+            for number in range(workers):
+                path = workspace.output / f"part-{number}.jsonl"
+                _write_lines(path, prompts[number::workers])
+                parts.append(children.enter_context(self._child(workspace, path)))
+            progress = children.enter_context(
+                Progress("evaluate", total=len(prompts), unit="prompts")
+            )
+            for event in _merged(parts):
+                if event["event"] == "prompt":
+                    outcomes[event["outcome"]["prompt"]] = event["outcome"]
+                    progress.advance()
+        for number in range(workers):
+            (workspace.output / f"part-{number}.jsonl").unlink()
+        ordered = [outcomes[prompt["id"]] for prompt in prompts if prompt["id"] in outcomes]
+        _write_lines(workspace.output / _OUTCOMES, ordered)
+        acceptance = summarise(
+            [DecodedTwice.from_json(outcome) for outcome in ordered],
+            draft_tokens=self._settings.draft_tokens,
+        )
+        write_json(workspace.output / ACCEPTANCE, acceptance.to_json())
+
+    def _child(self, workspace: Workspace, prompts: Path) -> Child:
         request = {
             "target": str(self._run.target_folder),
             "drafter": str(self._run.output("export")),
@@ -99,37 +130,24 @@ class EvaluateStage:
             "max_new_tokens": self._settings.max_new_tokens,
             "draft_tokens": self._settings.draft_tokens,
             "dtype": self._settings.compute_dtype,
-            "threads": self._run.threads,
+            "threads": int(self.environment["OMP_NUM_THREADS"]),
             "end_ids": sorted(self._run.end_of_turn_ids(self._run.tokenizer())),
             "device": device_of(self.gpus),
             "remote_code": self._run.settings.target.remote_code,
         }
-        with (
-            Child(
-                "pipeline.evaluation.worker",
-                environment=child_environment(self.environment),
-                log=workspace.log,
-                request=request,
-            ) as child,
-            (workspace.output / _OUTCOMES).open("w", encoding="utf-8") as outcomes,
-            ExitStack() as shown,
-        ):
-            progress = Progress("evaluate", total=len(lines), unit="prompts")
-            for event in child.events():
-                if event["event"] == "loaded":
-                    shown.enter_context(progress)
-                elif event["event"] == "prompt":
-                    outcomes.write(json.dumps(event["outcome"]) + "\n")
-                    progress.advance()
-                elif event["event"] == "acceptance":
-                    write_json(workspace.output / ACCEPTANCE, event["acceptance"])
+        return Child(
+            "pipeline.evaluation.worker",
+            environment=child_environment(self.environment),
+            log=workspace.log,
+            request=request,
+        )
 
     def verify(self, workspace: Workspace) -> Outcome:
         """Identical outputs in float32, and at least the wanted acceptance length."""
         result = Acceptance.from_json(read_json(workspace.output / ACCEPTANCE))
         _say(result)
-        decoded = (workspace.output / _OUTCOMES).read_text(encoding="utf-8").count("\n")
-        asked = (workspace.output / _PROMPTS).read_text(encoding="utf-8").count("\n")
+        decoded = _lines(workspace.output / _OUTCOMES)
+        asked = _lines(workspace.output / _PROMPTS)
         if not result.prompts == decoded == asked:
             raise StageError(
                 f"{asked} prompts, {decoded} outcomes, {result.prompts} counted",
@@ -159,6 +177,37 @@ class EvaluateStage:
             # Both hold seconds.
             volatile=lambda name: name in (ACCEPTANCE, _OUTCOMES),
         )
+
+
+def _write_lines(path: Path, values: Sequence[Mapping[str, Any]]) -> None:
+    text = "".join(json.dumps(value) + "\n" for value in values)
+    write_atomic(path, text.encode())
+
+
+def _lines(path: Path) -> int:
+    return path.read_text(encoding="utf-8").count("\n")
+
+
+def _merged(children: Sequence[Child]) -> Iterator[dict[str, Any]]:
+    """Events of all children as they come. The first ChildFailed of any of them ends it."""
+    events: SimpleQueue[dict[str, Any] | Exception] = SimpleQueue()
+
+    def read(child: Child) -> None:
+        try:
+            for event in child.events():
+                events.put(event)
+        except Exception as error:
+            events.put(error)
+
+    for child in children:
+        Thread(target=read, args=(child,), daemon=True).start()
+    going = len(children)
+    while going:
+        event = events.get()
+        if isinstance(event, Exception):
+            raise event
+        going -= event["event"] == "done"
+        yield event
 
 
 def _say(result: Acceptance) -> None:
