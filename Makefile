@@ -66,7 +66,8 @@ lint: $(VENV)/ready-for-tests ## ruff, mypy, shellcheck
 lock: $(VENV)/ready-for-tests ## Write the hash-locked requirements anew
 	@$(VENV)/bin/python docker/lock.py
 
-$(VENV)/ready: docker/setup.sh docker/trainer/requirements.txt docker/trainer/requirements-cuda.txt
+LOCKS := $(wildcard docker/trainer/requirements*.txt)
+$(VENV)/ready: docker/setup.sh $(LOCKS)
 	@bash docker/setup.sh "$(PYTHON)" "$(VENV)" docker/trainer/requirements.txt
 $(VENV)/ready-for-tests: $(VENV)/ready tests/requirements.txt
 	@$(VENV)/bin/python -m pip install --quiet --require-hashes --no-deps -r tests/requirements.txt

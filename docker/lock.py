@@ -1,9 +1,11 @@
 """Writes the hash-locked requirements from the .in files. Run it by `make lock`.
 
 torch comes in two builds of one version: PyPI's, which needs CUDA libraries, and a CPU build where
-somebody offers one (pip's find-links). One lock serves both: `requirements.txt` pins everything but
-the CUDA libraries and admits the hashes of both builds; `requirements-cuda.txt` pins the libraries,
-which set-up installs only when the build that pip chose asks for them.
+somebody offers one (pip's find-links). One lock serves both: `requirements-torch.txt` admits the
+hashes of both builds, `requirements.txt` pins everything else but the CUDA libraries, and
+`requirements-cuda.txt` pins these, which set-up installs only when the chosen build asks for them.
+torch has a file of its own because pip, given hashes, prefers an index (which states them) to a file
+in find-links (which does not): set-up asks find-links alone first.
 """
 
 import os
@@ -52,7 +54,7 @@ def hashes(block: str) -> list[str]:
 
 
 def main() -> None:
-    """Writes the three locks."""
+    """Writes the four locks."""
     own = compile_lock(TRAINER / "requirements.in", plain_index=False)
     public = compile_lock(TRAINER / "requirements.in", plain_index=True)
     version = _PIN.match(public["torch"])[2]  # type: ignore[index]
@@ -61,7 +63,8 @@ def main() -> None:
     cuda = {name for name in public if name.startswith(("nvidia-", "cuda-")) or name == "triton"}
     cuda -= {"nvidia-ml-py"}
     base = {name: block for name, block in public.items() if name not in cuda}
-    _write(TRAINER / "requirements.txt", [*{**base, "torch": torch}.values()])
+    _write(TRAINER / "requirements-torch.txt", [torch])
+    _write(TRAINER / "requirements.txt", [one for name, one in base.items() if name != "torch"])
     _write(TRAINER / "requirements-cuda.txt", [public[name] for name in sorted(cuda)])
     tests = compile_lock(TESTS / "requirements.in", plain_index=False)
     _write(TESTS / "requirements.txt", [block for name, block in tests.items() if name not in base])

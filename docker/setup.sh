@@ -15,12 +15,18 @@ locked" "make setup PYTHON=/path/to/python3.11"
 
 echo "set-up: installing into $venv (once; the log of pip is $venv/setup.log)"
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-install() {
+pip_install() {
   "$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off \
-    --require-hashes --no-deps -r "$1" >>"$venv/setup.log" 2>&1 ||
+    --require-hashes --no-deps "$@" >>"$venv/setup.log" 2>&1
+}
+install() {
+  pip_install -r "$1" ||
     fail "pip could not install $1: $(grep -E 'ERROR' "$venv/setup.log" | tail -n 2)" \
       "every locked package" "read $venv/setup.log; check the network and pip config list"
 }
+torch="${requirements%.txt}-torch.txt"
+# A wheel in find-links first: given hashes, pip would prefer the index's CUDA build to it.
+pip_install --no-index -r "$torch" || install "$torch"
 install "$requirements"
 if "$venv/bin/python" -c '
 import importlib.metadata, sys
