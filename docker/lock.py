@@ -4,8 +4,8 @@ torch comes in two builds of one version: PyPI's, which needs CUDA libraries, an
 somebody offers one (pip's find-links). One lock serves both: `requirements-torch.txt` admits the
 hashes of both builds, `requirements.txt` pins everything else but the CUDA libraries, and
 `requirements-cuda.txt` pins these, which set-up installs only when the chosen build asks for them.
-torch has a file of its own because pip, given hashes, prefers an index (which states them) to a file
-in find-links (which does not): set-up asks find-links alone first.
+torch has a file of its own because pip, given hashes, prefers an index (which states them) to a
+file in find-links (which does not): set-up asks find-links alone first.
 """
 
 import os
