@@ -182,6 +182,14 @@ def test_spans_that_do_not_cover_the_sample_once_are_refused(
     assert words in wrong.detail
 
 
+def test_a_receipt_for_other_ids_is_refused_before_its_file_is_read() -> None:
+    other = ids_digest(SAMPLE.input_ids + 1)
+    receipt = Receipt("s", 5, ((0, 5),), other, "bfloat16", TAPS, "f")
+    wrong = check_receipt(receipt, SAMPLE, taps=TAPS)
+    assert wrong is not None
+    assert wrong.reason == "other_ids"
+
+
 @pytest.mark.parametrize("taps", [(1, 2), (0, 1, 2), (3, 2, 1)])
 def test_other_layers_than_asked_for_are_refused(taps: tuple[int, ...]) -> None:
     receipt = Receipt("s", 5, ((0, 5),), ids_digest(SAMPLE.input_ids), "bfloat16", taps, "f")

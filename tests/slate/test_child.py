@@ -78,9 +78,14 @@ def test_a_fault_keeps_its_three_parts(tmp_path: Path) -> None:
     assert "Traceback" in (tmp_path / "log").read_text()
 
 
-def test_leaving_the_context_ends_the_child_and_its_own_children(tmp_path: Path) -> None:
+def test_leaving_the_context_ends_the_child_and_children_that_ignore_the_request(
+    tmp_path: Path,
+) -> None:
     body = (
-        "grandchild = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "code = 'import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); '\n"
+        "grandchild = subprocess.Popen([sys.executable, '-c', code + 'time.sleep(600)'], "
+        "stdout=subprocess.PIPE)\n"
+        "grandchild.stdout.readline()\n"
         "channel.emit({'pid': grandchild.pid})\n"
         "time.sleep(600)"
     )

@@ -88,6 +88,25 @@ def test_a_failing_run_seals_nothing_and_can_be_resumed(tmp_path: Path) -> None:
     assert resumed.digest == run(tmp_path / "other", DemoStage()).digest
 
 
+def test_what_a_killed_run_left_half_written_is_gone_after_a_resume(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError):
+        run(tmp_path, DemoStage(fail=True))
+    (tmp_path / "demo" / ".piece-9.partial").write_bytes(b"half")
+    run(tmp_path, DemoStage(), resume=True)
+    assert not (tmp_path / "demo" / ".piece-9.partial").exists()
+
+
+def test_a_partial_file_is_never_sealed(tmp_path: Path) -> None:
+    class Careless(DemoStage):
+        def run(self, workspace: object) -> None:
+            super().run(workspace)
+            (tmp_path / "demo" / ".left.partial").write_bytes(b"half")
+
+    with pytest.raises(SlateError, match="partial"):
+        run(tmp_path, Careless())
+    assert not (tmp_path / "demo" / MANIFEST).exists()
+
+
 def test_a_sealed_output_is_not_resumed_but_kept(tmp_path: Path) -> None:
     first = run(tmp_path, DemoStage())
     again = run(tmp_path, DemoStage(), resume=True)
