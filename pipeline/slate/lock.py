@@ -7,17 +7,25 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from pipeline.slate.errors import LockHeld
+from pipeline.slate.errors import LockHeld, SlateError
 
 
 @contextlib.contextmanager
 def lock(root: Path, *, purpose: str) -> Iterator[None]:
     """Holds the run root's lock while the context lasts; never waits.
 
-    LockHeld names the holder's process and purpose. The file stays; the lock does not.
+    LockHeld names the holder's process and purpose; SlateError when the folder cannot be written.
+    The file stays; the lock does not.
     """
-    root.mkdir(parents=True, exist_ok=True)
-    handle = os.open(root / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        handle = os.open(root / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    except OSError as error:
+        raise SlateError(
+            f"{root}: {error.strerror}",
+            wanted="a folder that can be written, for the run",
+            next_step="set run.root to one, or mend its permissions",
+        ) from error
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -66,9 +66,13 @@ class Progress:
 
 
 def progress_line(label: str, *, done: int, total: int, unit: str, new: int, seconds: float) -> str:
-    """`label done/total unit (percent) | rate | time left`; new: units done in `seconds`."""
-    share = f" ({100 * done / total:.0f} %)" if total else ""
-    line = f"{label}: {done:,}/{total:,} {unit}{share}"
+    """`label: done/total unit (percent) | rate | time left`; new: units done in `seconds`.
+
+    A total of 0 is one that is not known.
+    """
+    line = f"{label}: {done:,} {unit}"
+    if total:
+        line = f"{label}: {done:,}/{total:,} {unit} ({100 * done / total:.0f} %)"
     if new > 0 and seconds > 0:
         rate = new / seconds
         line += f" | {rate:,.1f} {unit}/s" if rate < 100 else f" | {rate:,.0f} {unit}/s"

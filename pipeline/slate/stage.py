@@ -267,7 +267,7 @@ def _check_gpus(wanted: tuple[int, ...], *, before: bool) -> None:
     """
     if not wanted:
         if before:
-            SAY.info("GPUs: none wanted by this stage")
+            SAY.info("GPUs: none wanted by this stage (%s)", _gpu_summary(read_gpus()))
         return
     deadline = time.monotonic() + (0.0 if before else _SETTLE_SECONDS)
     while True:
@@ -285,6 +285,10 @@ def _check_gpus(wanted: tuple[int, ...], *, before: bool) -> None:
         + ("" if before else " again at its end"),
         next_step="stop what holds them (this project never kills what it did not start)",
     )
+
+
+def _gpu_summary(facts: GpuFacts) -> str:
+    return facts.problem or f"{len(facts.gpus)} on this machine, driver {facts.driver}"
 
 
 def gpu_problems(facts: GpuFacts, wanted: tuple[int, ...]) -> list[str]:

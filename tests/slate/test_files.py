@@ -53,6 +53,11 @@ def test_a_line_of_progress_has_rate_and_time_left() -> None:
     assert line == "extract: 500/2,000 rows (25 %) | 100 rows/s | 15 s left | 4 s"
 
 
+def test_an_unknown_total_is_not_shown_as_nought() -> None:
+    line = progress_line("prepare", done=38, total=0, unit="records", new=38, seconds=2.0)
+    assert line == "prepare: 38 records | 19.0 records/s | 2 s"
+
+
 def test_progress_in_a_log_ends_with_one_whole_line() -> None:
     out = io.StringIO()
     with Progress("train", total=3, unit="steps", stream=out) as progress:

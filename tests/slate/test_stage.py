@@ -128,6 +128,19 @@ def test_a_directory_of_somebody_else_is_never_taken(tmp_path: Path) -> None:
     assert (tmp_path / "demo" / "thesis.tex").read_text() == "x"
 
 
+def test_a_run_folder_that_cannot_be_written_is_refused_by_name() -> None:
+    with pytest.raises(SlateError, match="/proc/nowhere"):
+        run(Path("/proc/nowhere"), DemoStage())
+
+
+def test_a_stage_without_gpus_says_what_the_machine_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path, DemoStage())
+    said = capsys.readouterr().out
+    assert "GPUs: none wanted by this stage (" in said
+
+
 def test_every_start_has_a_log_of_its_own(tmp_path: Path) -> None:
     run(tmp_path, DemoStage())
     first = {path: path.read_text() for path in (tmp_path / "logs").iterdir()}
