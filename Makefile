@@ -9,14 +9,17 @@ MAKEFLAGS += --no-builtin-rules
 PROFILE ?= smollm2
 INPUT ?=
 ANSWERS ?=
+ENGINE ?=
 RESUME ?=
 SET ?=
 PYTHON ?= python3.11
 VENV := .venv
+SGLANG := .venv-sglang
 RUN := $(VENV)/bin/python -m pipeline.cli
 # Overrides are split at blanks; a value with a blank goes into a profile file.
 OPTIONS = --profile "$(PROFILE)" $(foreach pair,$(SET),--set '$(pair)')
 SOURCE = $(if $(INPUT),--input "$(INPUT)") $(if $(ANSWERS),--answers "$(ANSWERS)")
+WHO = $(if $(ENGINE),--engine "$(ENGINE)")
 AGAIN = $(if $(filter 1 yes true,$(RESUME)),--resume)
 STAGES := target prepare extract train export evaluate report
 
@@ -30,6 +33,7 @@ help: ## What there is
 	grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 18
 	echo
 	echo "  PROFILE=name|file.yaml  INPUT=conversations  ANSWERS=file|target  RESUME=1"
+	echo "  ENGINE=transformers|sglang (of prepare's answers, of extract, of evaluate)"
 	echo "  SET='section.key=value ...'  PYTHON=python3.11     this: PROFILE=$(PROFILE)"
 
 # A stage is never "up to date" for make: asked for by name, it starts over.
@@ -42,9 +46,11 @@ export: $(VENV)/ready ## Write the drafter as SGLang and vLLM load it (done by i
 evaluate: $(VENV)/ready ## Measure acceptance on held-out prompts
 report: $(VENV)/ready ## One HTML page and PNGs about the run
 $(STAGES):
-	@$(RUN) $@ $(OPTIONS) $(SOURCE) $(AGAIN)
+	@$(RUN) $@ $(OPTIONS) $(SOURCE) $(WHO) $(AGAIN)
 
-.PHONY: show verify clean-slate
+.PHONY: serve show verify clean-slate
+serve: $(VENV)/ready ## Serve the target with its drafter by SGLang, until Ctrl-C
+	@exec $(RUN) serve $(OPTIONS) $(SOURCE) $(WHO)
 show: $(VENV)/ready ## Every setting, its value and where it comes from
 	@$(RUN) show $(OPTIONS) $(SOURCE)
 verify: $(VENV)/ready ## Re-read everything that is sealed
@@ -52,19 +58,23 @@ verify: $(VENV)/ready ## Re-read everything that is sealed
 clean-slate: $(VENV)/ready ## Wipe what this project owns in the run's folder
 	@$(RUN) clean-slate $(OPTIONS) $(SOURCE)
 
-.PHONY: setup test test-quick lint lock
+.PHONY: setup test test-quick test-sglang sglang-cpu lint lock
 setup: $(VENV)/ready ## Install what the stages need (done by itself when needed)
-test: $(VENV)/ready-for-tests ## All tests
-	@$(VENV)/bin/python -m pytest -q
+sglang-cpu: $(SGLANG)/ready ## Install real SGLang for machines without a GPU (6.4 GB)
+test: $(VENV)/ready-for-tests ## All tests but those of `make test-sglang`
+	@$(VENV)/bin/python -m pytest -q -m "not sglang"
 test-quick: $(VENV)/ready-for-tests ## Tests without those that need minutes
-	@$(VENV)/bin/python -m pytest -q -m "not slow"
+	@$(VENV)/bin/python -m pytest -q -m "not slow and not sglang"
+test-sglang: $(VENV)/ready-for-tests $(SGLANG)/ready ## Tests with the real SGLang server
+	@$(VENV)/bin/python -m pytest -q -m sglang
 lint: $(VENV)/ready-for-tests ## ruff, mypy, shellcheck
 	@$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(VENV)/bin/shellcheck docker/setup.sh .ci/run
+	$(VENV)/bin/shellcheck docker/setup.sh docker/setup-sglang-cpu.sh .ci/run
 lock: $(VENV)/ready-for-tests ## Write the hash-locked requirements anew
 	@$(VENV)/bin/python docker/lock.py
+	$(VENV)/bin/python docker/lock_extractor.py
 
 LOCKS := $(wildcard docker/trainer/requirements*.txt)
 $(VENV)/ready: docker/setup.sh $(LOCKS)
@@ -72,3 +82,6 @@ $(VENV)/ready: docker/setup.sh $(LOCKS)
 $(VENV)/ready-for-tests: $(VENV)/ready tests/requirements.txt
 	@$(VENV)/bin/python -m pip install --quiet --require-hashes --no-deps -r tests/requirements.txt
 	touch $@
+CPU_SERVER := docker/extractor/requirements-cpu.txt docker/extractor/cpu/pyproject.toml pyproject.toml
+$(SGLANG)/ready: docker/setup-sglang-cpu.sh $(CPU_SERVER)
+	@bash docker/setup-sglang-cpu.sh "$(PYTHON)" "$(SGLANG)"

@@ -13,7 +13,9 @@ import typer
 from pipeline.faults import Fault
 from pipeline.settings.load import Loaded, flatten, load_settings, origin_of
 from pipeline.slate.log import SAY, log_only, open_log
+from pipeline.slate.manifest import Manifest
 from pipeline.slate.stage import StageStopped
+from pipeline.slate.wipe import MANIFEST
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__
@@ -25,18 +27,67 @@ Input = Annotated[
     str, typer.Option("--input", help="Conversations to prepare: a file or a folder.")
 ]
 Answers = Annotated[str, typer.Option(help="file or target: who writes the answers.")]
+EngineName = Annotated[
+    str, typer.Option("--engine", help="transformers or sglang: who runs the target in this stage.")
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue an unsealed output.")]
 NO_OVERRIDES: list[str] = []
 
 
-def _load(profile: str, overrides: list[str], source: str = "", answers: str = "") -> Loaded:
+def _load(
+    profile: str,
+    overrides: list[str],
+    source: str = "",
+    answers: str = "",
+    *,
+    stage: str = "",
+    engine: str = "",
+) -> Loaded:
     extra = []
     if source:
         path = json.dumps(str(Path(source).absolute()))
         extra = [f"prepare.input={path}", "prepare.prompts=null", "prepare.answers=file"]
     if answers:
         extra.append(f"prepare.answers={answers}")
+    if engine:
+        folder = load_settings(profile, overrides=[*extra, *overrides]).settings.folder
+        extra += engine_overrides(stage, engine, folder=folder)
     return load_settings(profile, overrides=[*extra, *overrides])
+
+
+def engine_overrides(stage: str, engine: str, *, folder: Path) -> list[str]:
+    """What `--engine` sets: the engine of the stage it is given to.
+
+    A sealed stage before it keeps the engine that it was made with; an extraction that is not
+    sealed yet gets the same one. folder: of the run.
+    """
+    keys = {
+        "prepare": "prepare.answering.engine",
+        "extract": "extract.engine",
+        "evaluate": "evaluate.engine",
+    }
+    order = ("prepare", "extract", "train", "export", "evaluate", "report")
+    if stage not in order:
+        return []
+    found = []
+    for name in order[: order.index(stage) + 1]:
+        if name not in keys:
+            continue
+        sealed = None if name == stage else _sealed_engine(folder / name)
+        wanted = "loop" if name == "evaluate" and engine == "transformers" else engine
+        if sealed is not None or name == stage or name != "prepare":
+            found.append(f"{keys[name]}={sealed or wanted}")
+    return found
+
+
+def _sealed_engine(output: Path) -> str | None:
+    """The engine that a sealed output was made with; None where nothing is sealed."""
+    if not (output / MANIFEST).is_file():
+        return None
+    settings = Manifest.read(output).settings
+    # Sealed by a version that had no such choice, or made without writing answers: the default.
+    found = settings.get("answering", settings).get("engine", "transformers")
+    return str(found)
 
 
 def _stage(name: str, help_text: str) -> None:
@@ -45,9 +96,10 @@ def _stage(name: str, help_text: str) -> None:
         overrides: Override = NO_OVERRIDES,
         input_path: Input = "",
         answers: Answers = "",
+        engine: EngineName = "",
         resume: Resume = False,
     ) -> None:
-        loaded = _load(profile, overrides, input_path, answers)
+        loaded = _load(profile, overrides, input_path, answers, stage=name, engine=engine)
         from pipeline.stages.plan import run_stage  # torch takes seconds; `show` needs none
         from pipeline.stages.run import Run
 
@@ -64,6 +116,22 @@ _stage("train", "Train the drafter on the captured states.")
 _stage("export", "Write the drafter as SGLang and vLLM load it.")
 _stage("evaluate", "Measure acceptance on held-out prompts with the target.")
 _stage("report", "One HTML page and PNGs about the run.")
+
+
+@app.command()
+def serve(
+    profile: Profile = "smollm2",
+    overrides: Override = NO_OVERRIDES,
+    input_path: Input = "",
+    answers: Answers = "",
+    engine: EngineName = "",
+) -> None:
+    """Serve the target with the drafter until Ctrl-C, on this machine only."""
+    loaded = _load(profile, overrides, input_path, answers, stage="export", engine=engine)
+    from pipeline.stages.run import Run
+    from pipeline.stages.serve import serve_run
+
+    serve_run(Run(loaded.settings, loaded.origins))
 
 
 @app.command()

@@ -8,7 +8,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from pipeline.capture.contract import Receipt, ids_digest
-from pipeline.capture.staging import Staging
+from pipeline.capture.staging import Staging, StagingFailed
 from pipeline.store.index import Sample
 
 
@@ -85,6 +85,8 @@ def collect(
             return wrong
         try:
             tensors = staging.read(receipt.file, timeout_seconds=timeout_seconds)
+        except StagingFailed as error:
+            return Wrong(error.reason, error.detail)
         except (TimeoutError, SafetensorError, OSError, ValueError) as error:
             return Wrong("file", f"{type(error).__name__}: {error}")
         wrong = check_rows(tensors, sample, hidden_size=hidden_size, taps=len(taps))

@@ -4,6 +4,7 @@ The engine's side reserves room before it writes and waits when there is none; t
 waits for a file to be whole, reads it and frees it. Nothing is dropped and nothing grows.
 """
 
+import json
 import os
 import time
 from collections.abc import Mapping
@@ -16,6 +17,14 @@ from torch import Tensor
 from pipeline.capture.errors import CaptureError
 
 _POLL_SECONDS = 0.005
+
+
+class StagingFailed(Exception):
+    """The writer of a file gave up and said why: a stable reason and a sentence."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason, self.detail = reason, detail
 
 
 class Staging:
@@ -61,20 +70,30 @@ class Staging:
         save_file(dict(tensors), partial)
         partial.rename(self.folder / name)
 
-    def read(self, name: str, *, timeout_seconds: float) -> dict[str, Tensor]:
-        """Reads a file when it is whole, into memory.
+    def wait(self, name: str, *, timeout_seconds: float) -> Path:
+        """Waits until a file is whole, and gives its path.
 
-        TimeoutError when it does not appear in time; SafetensorError when it is not what it says.
+        TimeoutError when it does not appear in time; StagingFailed when its writer gave up;
         ValueError for a name that leaves the folder.
         """
         if Path(name).name != name or name.startswith("."):
             raise ValueError(f"staging file name {name!r}")
-        path = self.folder / name
+        path, failed = self.folder / name, self._failed(name)
         deadline = time.monotonic() + timeout_seconds
         while not path.exists():
+            if failed.exists():
+                raise _failure(failed)
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{path} did not appear in {timeout_seconds:.0f} s")
             time.sleep(_POLL_SECONDS)
+        return path
+
+    def read(self, name: str, *, timeout_seconds: float) -> dict[str, Tensor]:
+        """Reads a file when it is whole, into memory.
+
+        Errors of `wait`, and SafetensorError when the file is not what it says.
+        """
+        path = self.wait(name, timeout_seconds=timeout_seconds)
         if path.stat().st_size == 0:
             raise SafetensorError(f"{path} is empty")
         return load_file(path)
@@ -83,3 +102,16 @@ class Staging:
         """Removes a file that was read or refused; its absence is no fault."""
         if Path(name).name == name:
             (self.folder / name).unlink(missing_ok=True)
+            self._failed(name).unlink(missing_ok=True)
+
+    def _failed(self, name: str) -> Path:
+        return self.folder / f"{name.removesuffix('.safetensors')}.failed"
+
+
+def _failure(marker: Path) -> StagingFailed:
+    """The writer's own words, out of the marker that it left."""
+    try:
+        said = json.loads(marker.read_text(encoding="utf-8"))
+        return StagingFailed(str(said["reason"]), str(said["detail"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return StagingFailed("io", f"{marker.name} cannot be read: {type(error).__name__}: {error}")

@@ -9,7 +9,6 @@ Why not transformers' generate(): it keeps computing rows that have ended until 
 their batch does.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,17 +16,16 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from pipeline.conversations.answers import (
-    Answer,
-    FinishReason,
-    append_batch,
-    plan_batches,
-    take_back,
+from pipeline.conversations.answering import (
+    answer_record,
+    bind_answers,
+    check_lengths,
+    encode_prompt,
+    read_prompt_file,
 )
+from pipeline.conversations.answers import append_batch, plan_batches, take_back
 from pipeline.conversations.errors import ConversationError
-from pipeline.slate.files import read_json, sha256_json, write_json
 from pipeline.slate.worker import Channel, run_worker
-from pipeline.target.facts import fingerprint, read_facts
 from pipeline.target.load import load_target
 from pipeline.target.tokenizer import load_tokenizer
 
@@ -49,12 +47,12 @@ def main(request: dict[str, Any], channel: Channel) -> None:
         )
     remote_code = bool(request.get("remote_code", False))
     tokenizer = load_tokenizer(folder, remote_code=remote_code)
-    prompts = _read_prompt_file(Path(request["prompts"]))
+    prompts = read_prompt_file(Path(request["prompts"]))
     encoded = [encode_prompt(tokenizer, prompt["messages"]) for prompt in prompts]
-    _check_lengths(folder, prompts, encoded, limit=limit)
+    check_lengths(folder, prompts, encoded, limit=limit)
 
     batches = plan_batches([len(ids) for ids in encoded], batch_size=int(request["batch_size"]))
-    _bind(out, {key: request[key] for key in _PLAN_KEYS}, folder=folder, encoded=encoded)
+    bind_answers(out, {key: request[key] for key in _PLAN_KEYS}, folder=folder, encoded=encoded)
     finished = take_back(out, [[prompts[place]["id"] for place in batch] for batch in batches])
     done = sum(len(batch) for batch in batches[:finished])
     event = {"event": "batch", "total": len(prompts)}
@@ -69,7 +67,7 @@ def main(request: dict[str, Any], channel: Channel) -> None:
             model, [encoded[place] for place in batch], end_ids=end_ids, max_new_tokens=limit
         )
         answers = [
-            _answer(prompts[place], encoded[place], ids, end_ids=end_ids, tokenizer=tokenizer)
+            answer_record(prompts[place], encoded[place], ids, end_ids=end_ids, tokenizer=tokenizer)
             for place, ids in zip(batch, written, strict=True)
         ]
         append_batch(out, answers)
@@ -77,26 +75,6 @@ def main(request: dict[str, Any], channel: Channel) -> None:
         cut = sum(answer.finish_reason == "length" for answer in answers)
         tokens = sum(len(ids) for ids in written)
         channel.emit(event | {"done": done, "tokens": tokens, "cut": cut})
-
-
-def encode_prompt(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> list[int]:
-    """Token ids of a conversation up to where the assistant begins, by the target's template.
-
-    ConversationError when the template refuses the messages.
-    """
-    try:
-        text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True
-        )
-    # Templates are Jinja programs: they raise what they like, and so do the functions they call.
-    except Exception as error:
-        raise ConversationError(
-            f"chat template: {type(error).__name__}: {error}",
-            wanted="messages that the target's template can render",
-            next_step="check the prompts and the target's chat template",
-        ) from error
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return [int(token) for token in ids]
 
 
 @torch.inference_mode()
@@ -141,92 +119,6 @@ def greedy_batch(
             ids, positions, mask = ids[rows], positions[rows], mask[rows]
             alive = [alive[at] for at in going]
     return written
-
-
-def _answer(
-    prompt: dict[str, Any],
-    prompt_ids: Sequence[int],
-    answer_ids: Sequence[int],
-    *,
-    end_ids: frozenset[int],
-    tokenizer: Any,
-) -> Answer:
-    """The record of one finished answer."""
-    ended = answer_ids[-1] in end_ids
-    reason: FinishReason = "stop" if ended else "length"
-    text = tokenizer.decode(answer_ids[:-1] if ended else answer_ids)
-    return Answer(
-        id=prompt["id"],
-        prompt_ids=tuple(prompt_ids),
-        answer_ids=tuple(answer_ids),
-        finish_reason=reason,
-        messages=(*prompt["messages"], {"role": "assistant", "content": text}),
-    )
-
-
-def _read_prompt_file(path: Path) -> list[dict[str, Any]]:
-    """The prompts, each with an id of its own. ConversationError when one is broken."""
-    prompts: list[dict[str, Any]] = []
-    seen: set[str] = set()
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                prompt = json.loads(line)
-                prompt_id, messages = prompt["id"], prompt["messages"]
-                if not (isinstance(prompt_id, str) and isinstance(messages, list) and messages):
-                    raise ValueError(f"id {prompt_id!r} with {type(messages).__name__}")
-                if prompt_id in seen:
-                    raise ValueError(f"id {prompt_id!r} a second time")
-            except (ValueError, KeyError, TypeError) as error:
-                raise ConversationError(
-                    f"{path}:{number}: {type(error).__name__}: {error}",
-                    wanted="a line with an id of its own and a list of messages",
-                    next_step="run make prepare again",
-                ) from error
-            seen.add(prompt_id)
-            prompts.append({"id": prompt_id, "messages": messages})
-    return prompts
-
-
-def _check_lengths(
-    folder: Path,
-    prompts: Sequence[dict[str, Any]],
-    encoded: Sequence[Sequence[int]],
-    *,
-    limit: int,
-) -> None:
-    """Passes when every prompt leaves room for its answer. ConversationError naming one else."""
-    positions = read_facts(folder).max_position_embeddings
-    for prompt, ids in zip(prompts, encoded, strict=True):
-        if not 0 < len(ids) <= positions - limit:
-            raise ConversationError(
-                f"prompt {prompt['id']!r} has {len(ids)} tokens",
-                wanted=f"1..{positions - limit}: the target has {positions} positions and the "
-                f"answer may take {limit}",
-                next_step="leave this prompt out or shorten the answers",
-            )
-
-
-def _bind(
-    out: Path, plan: dict[str, Any], *, folder: Path, encoded: Sequence[Sequence[int]]
-) -> None:
-    """Ties an answers file to what it was begun with, in a file beside it.
-
-    ConversationError when answers are there that were begun with anything else: the two halves
-    would come from different runs.
-    """
-    beside = out.with_name(out.name + ".begun.json")
-    begun = plan | {"target": fingerprint(folder), "prompts_sha256": sha256_json(list(encoded))}
-    if out.exists() and out.stat().st_size:
-        found = read_json(beside) if beside.exists() else {}
-        if found != begun:
-            changed = sorted(key for key in begun if found.get(key) != begun[key])
-            raise ConversationError(
-                f"{out} was begun with another {', '.join(changed)}",
-                wanted="the same settings, prompts and target for the rest",
-                next_step="run the stage without RESUME=1",
-            )
-    write_json(beside, begun)
 
 
 if __name__ == "__main__":

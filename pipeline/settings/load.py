@@ -20,6 +20,7 @@ _PATH_KEYS = (
     ("target", "source", "path"),
     ("prepare", "input"),
     ("extract", "staging"),
+    ("extract", "server", "python"),
     ("train", "warm_start"),
 )
 

@@ -92,10 +92,21 @@ class PromptSource(Section):
 class AnswerSettings(Section):
     """How the target writes answers: greedy, in batches."""
 
+    engine: Literal["transformers", "sglang"] = "transformers"
+    """Who runs the target: this project, or the server of extract.server."""
     max_new_tokens: int = Field(default=128, ge=1)
     """Longest answer, tokens; one that reaches it is kept without a supervised end."""
     batch_size: int = Field(default=32, ge=1)
+    """Prompts of one batch of the transformers engine; the server batches by itself."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    gpus: GpuIndexes = ()
+    """GPUs of the server; the transformers engine answers on the CPU."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.gpus and self.engine != "sglang":
+            raise ValueError("prepare.answering.gpus is for prepare.answering.engine=sglang")
+        return self
 
 
 class PrepareSettings(Section):
@@ -134,6 +145,10 @@ class PrepareSettings(Section):
 class ServerSettings(Section):
     """The SGLang server that the sglang engine starts."""
 
+    python: Path = Path(".venv-sglang/bin/python")
+    """Interpreter that has SGLang and this package (make sglang-cpu makes one without a GPU)."""
+    device: Literal["cuda", "cpu"] = "cuda"
+    """What the server runs on; cpu is SGLang's plain torch path, for tests and small targets."""
     tensor_parallel: int = Field(default=8, ge=1, le=64)
     memory_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.85
     """Share of GPU memory for weights and key-value cache (--mem-fraction-static)."""
@@ -141,11 +156,20 @@ class ServerSettings(Section):
     """Prefix cache; on, it drops rows in silence, so it cannot be turned on."""
     cuda_graphs: Literal[False] = False
     """Replayed graphs skip the capture, so they cannot be turned on."""
-    chunked_prefill_tokens: int = Field(default=8192, ge=64)
-    """Tokens of one prefill chunk; chunks are assembled and proven contiguous."""
+    chunked_prefill_tokens: Annotated[int, Field(ge=16)] | Literal[-1] = 8192
+    """Tokens of one prefill chunk, assembled and proven contiguous; -1: prompts are not split."""
+    cache_tokens: int = Field(default=0, ge=0)
+    """Tokens of the key-value cache (--max-total-tokens); 0: what memory_fraction allows."""
     max_running_requests: int = Field(default=32, ge=1)
+    """Requests that the server works on at once, and that are sent at once."""
     startup_timeout_seconds: int = Field(default=3600, ge=10)
+    """Longest loading; a server that says nothing new is still waited for until then."""
     request_timeout_seconds: int = Field(default=1800, ge=1)
+    """Longest wait for one reply, back-pressure included."""
+    capture_ring_bytes: int = Field(default=1 << 30, ge=1 << 20)
+    """Pinned memory of one rank through which states leave the forward path."""
+    capture_writer_threads: int = Field(default=4, ge=1, le=64)
+    """Threads of one rank that write states into the staging folder."""
     nccl: EnvironmentNames = {}
     """NCCL_* variables of the server's own processes."""
     extra_arguments: tuple[str, ...] = ()
@@ -161,7 +185,8 @@ class ExtractSettings(Section):
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the transformers engine; states are always stored in bfloat16."""
     batch_tokens: int = Field(default=4096, ge=1)
-    """Padded tokens of one batch of the transformers engine."""
+    """Padded tokens of one batch of the transformers engine; tokens of one group that is handed to
+    the sglang engine, which has two at a time."""
     shard_bytes: int = Field(default=4 << 30, ge=1 << 16)
     """About how large one shard becomes."""
     staging: Path = Path("/dev/shm/cleanslate")  # noqa: S108  a tmpfs is the point
@@ -181,11 +206,14 @@ class ExtractSettings(Section):
     def _possible(self) -> Self:
         if list(self.taps) != sorted(set(self.taps)):
             raise ValueError(f"taps must rise without repeats, found {list(self.taps)}")
-        if self.engine == "sglang" and len(self.gpus) != self.server.tensor_parallel:
-            raise ValueError(
-                f"extract.gpus names {len(self.gpus)} GPUs, extract.server.tensor_parallel wants "
-                f"{self.server.tensor_parallel}"
-            )
+        if self.engine == "sglang":
+            wanted = self.server.tensor_parallel if self.server.device == "cuda" else 0
+            if len(self.gpus) != wanted:
+                raise ValueError(
+                    f"extract.gpus names {len(self.gpus)} GPUs, extract.server on "
+                    f"{self.server.device} with tensor_parallel "
+                    f"{self.server.tensor_parallel} wants {wanted}"
+                )
         if self.engine == "stand_in" and self.gpus:
             raise ValueError("the stand-in engine uses no GPU: set extract.gpus to []")
         return self
@@ -259,6 +287,10 @@ class EvaluateSettings(Section):
     """Acceptance measured on the target."""
 
     engine: Literal["loop", "sglang"] = "loop"
+    """loop: this project's own speculative decoding; sglang: the server of extract.server."""
+    compare_loop: bool = True
+    """With sglang, decode the same prompts by the loop too and want the same acceptance length;
+    off where the loop cannot hold the target."""
     prompts: int = Field(default=0, ge=0)
     """Held-out prompts to decode; 0: all of them."""
     max_new_tokens: int = Field(default=128, ge=2)
@@ -291,6 +323,22 @@ class Settings(Section):
     draft: DraftSettings
     train: TrainSettings = TrainSettings()
     evaluate: EvaluateSettings = EvaluateSettings()
+
+    @model_validator(mode="after")
+    def _server_gpus(self) -> Self:
+        server = self.extract.server
+        wanted = server.tensor_parallel if server.device == "cuda" else 0
+        answering, evaluate = self.prepare.answering, self.evaluate
+        for key, engine, gpus in (
+            ("prepare.answering", answering.engine, answering.gpus),
+            ("evaluate", evaluate.engine, evaluate.gpus),
+        ):
+            if engine == "sglang" and len(gpus) != wanted:
+                raise ValueError(
+                    f"{key}.gpus names {len(gpus)} GPUs, extract.server on {server.device} with "
+                    f"tensor_parallel {server.tensor_parallel} wants {wanted}"
+                )
+        return self
 
     @property
     def folder(self) -> Path:

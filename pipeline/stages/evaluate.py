@@ -1,4 +1,8 @@
-"""evaluate: acceptance measured by real speculative decoding of held-out prompts."""
+"""evaluate: acceptance measured by real speculative decoding of held-out prompts.
+
+By this project's own loop, or by the SGLang server that will serve the drafter; then, where the
+loop can hold the target, by both, which must agree.
+"""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,6 +14,7 @@ from typing import Any
 
 from pipeline.evaluation.acceptance import Acceptance, summarise
 from pipeline.evaluation.acceptance import Outcome as DecodedTwice
+from pipeline.evaluation.sglang_counts import AGREEMENT, Agreement, ServerOutcome, summarise_server
 from pipeline.settings.environment import child_environment
 from pipeline.slate.child import Child
 from pipeline.slate.files import read_json, write_atomic, write_json
@@ -17,12 +22,17 @@ from pipeline.slate.log import SAY
 from pipeline.slate.progress import Progress
 from pipeline.slate.stage import Outcome, Workspace
 from pipeline.stages.errors import StageError
+from pipeline.stages.evaluate_server import agreement, decode_on_server, server_plans
 from pipeline.stages.run import Run, device_of
+from pipeline.stages.server import check_server, plan_environment, plan_flags, server_decides
 from pipeline.store.reader import PreparedSamples
 
 ACCEPTANCE = "acceptance.json"
 _PROMPTS = "prompts.jsonl"
 _OUTCOMES = "outcomes.jsonl"
+_LOOP_OUTCOMES = "loop-outcomes.jsonl"
+_SERVERS = "servers.json"
+_AGREEMENT = "agreement.json"
 
 
 class EvaluateStage:
@@ -49,27 +59,39 @@ class EvaluateStage:
         }
 
     @property
+    def _served(self) -> bool:
+        return self._settings.engine == "sglang"
+
+    @property
     def decides(self) -> Mapping[str, Any]:
         """Its own settings, but the bound on the result and the number of processes."""
+        hidden = {"least_acceptance_length", "workers"}
         values = self._settings.model_dump(
-            mode="json", exclude={"least_acceptance_length", "workers"}
+            mode="json", exclude=hidden if self._served else {*hidden, "compare_loop"}
         )
+        if self._served:
+            values["server"] = server_decides(self._run)
         return {**values, "target": self._run.target_decides()}
 
     @property
     def environment(self) -> Mapping[str, str]:
+        """Of the server, or of the loop's processes."""
+        if self._served:
+            return plan_environment(self._run, server_plans(self._run)["drafted"])
+        return self._loop_environment
+
+    @property
+    def _loop_environment(self) -> Mapping[str, str]:
         """Of the decoding processes, which share the threads."""
         extra = {"OMP_NUM_THREADS": str(max(1, self._run.threads // self._settings.workers))}
         return self._run.environment(gpus=self.gpus, extra=extra)
 
     def check(self) -> int:
-        """The engine exists and there is something to decode."""
-        if self._settings.engine == "sglang":
-            raise StageError(
-                "evaluate.engine is sglang",
-                wanted="loop: this version has no SGLang engine yet",
-                next_step="set evaluate.engine=loop",
-            )
+        """There is something to decode, and a server to decode it where one is wanted."""
+        if self._served:
+            check_server(self._run)
+            for plan in server_plans(self._run).values():
+                plan_flags(self._run, plan)
         self._prompts()
         return 64 << 20
 
@@ -94,9 +116,23 @@ class EvaluateStage:
         return prompts[: self._settings.prompts or None]
 
     def run(self, workspace: Workspace) -> None:
-        """Decodes in one process or several, and keeps what they report, in the prompts' order."""
+        """Decodes every prompt plainly and drafted, by the server, by the loop, or by both."""
         prompts = self._prompts()
         _write_lines(workspace.output / _PROMPTS, prompts)
+        if not self._served:
+            self._decode_by_loop(workspace, prompts, into=_OUTCOMES)
+            return
+        served = decode_on_server(self._run, prompts, log=workspace.log)
+        _write_lines(workspace.output / _OUTCOMES, [one.to_json() for one in served.outcomes])
+        seconds = {"plain": served.plain_seconds, "drafted": served.drafted_seconds}
+        write_json(workspace.output / _SERVERS, {"seconds": seconds, "servers": served.servers})
+        if self._settings.compare_loop:
+            self._decode_by_loop(workspace, prompts, into=_LOOP_OUTCOMES)
+
+    def _decode_by_loop(
+        self, workspace: Workspace, prompts: Sequence[Mapping[str, Any]], *, into: str
+    ) -> None:
+        """Decodes in one process or several, and keeps what they report, in the prompts' order."""
         workers = min(self._settings.workers, len(prompts))
         outcomes: dict[str, dict[str, Any]] = {}
         with ExitStack() as children:
@@ -115,12 +151,7 @@ class EvaluateStage:
         for number in range(workers):
             (workspace.output / f"part-{number}.jsonl").unlink()
         ordered = [outcomes[prompt["id"]] for prompt in prompts if prompt["id"] in outcomes]
-        _write_lines(workspace.output / _OUTCOMES, ordered)
-        acceptance = summarise(
-            [DecodedTwice.from_json(outcome) for outcome in ordered],
-            draft_tokens=self._settings.draft_tokens,
-        )
-        write_json(workspace.output / ACCEPTANCE, acceptance.to_json())
+        _write_lines(workspace.output / into, ordered)
 
     def _child(self, workspace: Workspace, prompts: Path) -> Child:
         request = {
@@ -130,39 +161,36 @@ class EvaluateStage:
             "max_new_tokens": self._settings.max_new_tokens,
             "draft_tokens": self._settings.draft_tokens,
             "dtype": self._settings.compute_dtype,
-            "threads": int(self.environment["OMP_NUM_THREADS"]),
+            "threads": int(self._loop_environment["OMP_NUM_THREADS"]),
             "end_ids": sorted(self._run.end_of_turn_ids(self._run.tokenizer())),
             "device": device_of(self.gpus),
             "remote_code": self._run.settings.target.remote_code,
         }
         return Child(
             "pipeline.evaluation.worker",
-            environment=child_environment(self.environment),
+            environment=child_environment(self._loop_environment),
             log=workspace.log,
             request=request,
         )
 
     def verify(self, workspace: Workspace) -> Outcome:
-        """Identical outputs in float32, and at least the wanted acceptance length."""
-        result = Acceptance.from_json(read_json(workspace.output / ACCEPTANCE))
-        _say(result)
+        """Identical outputs in float32, the wanted acceptance length, and both ways agree."""
         decoded = _lines(workspace.output / _OUTCOMES)
         asked = _lines(workspace.output / _PROMPTS)
+        measured: dict[str, Any] = {}
+        if self._served:
+            result, measured = self._server_result(workspace)
+        else:
+            result = self._loop_result(workspace.output / _OUTCOMES)
+        write_json(workspace.output / ACCEPTANCE, result.to_json())
+        _say(result)
         if not result.prompts == decoded == asked:
             raise StageError(
                 f"{asked} prompts, {decoded} outcomes, {result.prompts} counted",
                 wanted="one outcome for every prompt",
                 next_step="make evaluate starts over; if it stays so, report it",
             )
-        difference = result.first_difference
-        if difference is not None and self._settings.compute_dtype == "float32":
-            raise StageError(
-                f"{result.prompts - result.identical} of {result.prompts} drafted outputs differ "
-                f"from plain decoding; first: {difference}",
-                wanted="the same tokens on every prompt in float32",
-                next_step="gaps near 0 are ties that rounding decides; anything else is a fault "
-                "of the loop: please report it with outcomes.jsonl",
-            )
+        self._want_identical(result)
         least = self._settings.least_acceptance_length
         if result.acceptance_length < least:
             raise StageError(
@@ -173,10 +201,74 @@ class EvaluateStage:
         return Outcome(
             counts={"prompts": result.prompts, "identical": result.identical},
             facts={"acceptance_length": result.acceptance_length, "tokens": result.tokens},
-            measured=result.to_json(),
-            # Both hold seconds.
-            volatile=lambda name: name in (ACCEPTANCE, _OUTCOMES),
+            measured={**result.to_json(), **measured},
+            # They hold seconds, or what a server said of itself.
+            volatile=lambda name: name != _PROMPTS,
         )
+
+    def _loop_result(self, outcomes: Path) -> Acceptance:
+        return summarise(_loop_outcomes(outcomes), draft_tokens=self._settings.draft_tokens)
+
+    def _server_result(self, workspace: Workspace) -> tuple[Acceptance, dict[str, Any]]:
+        """The server's own count, and what goes into the manifest about it and the loop's."""
+        outcomes = [ServerOutcome.from_json(one) for one in _read(workspace.output / _OUTCOMES)]
+        said = read_json(workspace.output / _SERVERS)
+        result = summarise_server(
+            outcomes,
+            draft_tokens=self._settings.draft_tokens,
+            plain_seconds=said["seconds"]["plain"],
+            drafted_seconds=said["seconds"]["drafted"],
+        )
+        measured: dict[str, Any] = {"servers": said["servers"]}
+        if self._settings.compare_loop:
+            path = workspace.output / _LOOP_OUTCOMES
+            self._want_identical(self._loop_result(path))
+            both = agreement(
+                outcomes, _loop_outcomes(path), draft_tokens=self._settings.draft_tokens
+            )
+            write_json(workspace.output / _AGREEMENT, both.to_json())
+            measured["agreement"] = both.to_json()
+            _want_agreement(both)
+        return result, measured
+
+    def _want_identical(self, result: Acceptance) -> None:
+        difference = result.first_difference
+        if difference is not None and self._settings.compute_dtype == "float32":
+            raise StageError(
+                f"{result.prompts - result.identical} of {result.prompts} drafted outputs differ "
+                f"from plain decoding; first: {difference}",
+                wanted="the same tokens on every prompt in float32",
+                next_step="gaps near 0 are ties that rounding decides; anything else is a fault "
+                "of the loop or of the server: please report it with outcomes.jsonl",
+            )
+
+
+def _want_agreement(both: Agreement) -> None:
+    SAY.info(
+        "evaluate: acceptance length %.4f by the server, %.4f by the loop (%.2f %% apart); "
+        "the same answers on %d of %d prompts",
+        both.server,
+        both.loop,
+        100 * both.relative,
+        both.same_answers,
+        both.prompts,
+    )
+    if not both.holds:
+        raise StageError(
+            f"acceptance length {both.server:.4f} by the server, {both.loop:.4f} by the loop, "
+            f"{both.relative:.1%} apart",
+            wanted=f"the same within {AGREEMENT:.0%}",
+            next_step="the server may read the export otherwise than it was trained (layer ids, "
+            "vocabulary map, norm): compare outcomes.jsonl with loop-outcomes.jsonl",
+        )
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _loop_outcomes(path: Path) -> list[DecodedTwice]:
+    return [DecodedTwice.from_json(one) for one in _read(path)]
 
 
 def _write_lines(path: Path, values: Sequence[Mapping[str, Any]]) -> None:

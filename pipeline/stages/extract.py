@@ -2,7 +2,8 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pipeline.capture.child_engine import ChildEngine
+from pipeline.capture.contract import Engine
 from pipeline.capture.drive import CapturePlan, capture_states, shard_name
 from pipeline.capture.plan import plan_shards
 from pipeline.capture.staging import Staging
@@ -22,6 +24,13 @@ from pipeline.slate.progress import Progress
 from pipeline.slate.stage import Outcome, Workspace
 from pipeline.slate.wipe import check_wipeable, claim, wipe
 from pipeline.stages.errors import StageError
+from pipeline.stages.extract_server import (
+    SERVER_FACTS,
+    check_server,
+    environment_of,
+    server_decides,
+    serving,
+)
 from pipeline.stages.run import Run, device_of
 from pipeline.store.index import Entry, Sample, ShardIndex
 from pipeline.store.layout import row_bytes, state_fields
@@ -62,15 +71,23 @@ class ExtractStage:
     def decides(self) -> Mapping[str, Any]:
         """Engine, taps, precision and the plan of batches and shards."""
         names = {"engine", "taps", "compute_dtype", "batch_tokens", "shard_bytes"}
+        served = {"server": server_decides(self._run)} if self._served else {}
         return {
             **self._settings.model_dump(mode="json", include=names),
             "target": self._run.target_decides(),
+            **served,
         }
 
     @property
     def environment(self) -> Mapping[str, str]:
         """Of the engine's process."""
+        if self._served:
+            return environment_of(self._run, staging=self._staging)
         return self._run.environment(gpus=self.gpus)
+
+    @property
+    def _served(self) -> bool:
+        return self._settings.engine == "sglang"
 
     @property
     def _staging(self) -> Path:
@@ -80,12 +97,6 @@ class ExtractStage:
     def check(self) -> int:
         """Taps against the target's depth, the quota against the largest sample, the tmpfs."""
         settings, facts = self._settings, self._run.target_facts()
-        if settings.engine == "sglang":
-            raise StageError(
-                "extract.engine is sglang",
-                wanted="transformers: this version has no SGLang engine yet",
-                next_step="set extract.engine=transformers, or wait for the version that has it",
-            )
         if settings.taps[-1] >= facts.layers:
             raise StageError(
                 f"extract.taps names layer {settings.taps[-1]}, the target has {facts.layers}",
@@ -101,6 +112,8 @@ class ExtractStage:
                 wanted=f"at most extract.staging_quota_bytes, {settings.staging_quota_bytes}",
                 next_step="raise the quota, or lower prepare.max_length and prepare again",
             )
+        if self._served:
+            check_server(self._run, largest_bytes=largest.length * row_bytes(fields))
         free = free_bytes(self._staging)
         if free < settings.staging_quota_bytes:
             raise StageError(
@@ -128,19 +141,14 @@ class ExtractStage:
         total = sum(entry.length for entry in samples.entries)
         already = sum(entry.length for n in finished for entry in shards[n])
         head = read_head(self._run.target_folder)
+        staging = Staging(self._staging, quota_bytes=settings.staging_quota_bytes)
         try:
             with (
+                self._engine(samples, staging, workspace) as engine,
                 Progress("extract", total=total, unit="tokens", already=already) as progress,
-                Child(
-                    "pipeline.capture.worker",
-                    environment=child_environment(self.environment),
-                    log=workspace.log,
-                    request=self._request(),
-                ) as child,
             ):
-                numbers = {entry.id: number for number, entry in enumerate(samples.entries)}
                 capture_states(
-                    ChildEngine(child, numbers=numbers),
+                    engine,
                     samples,
                     plan=CapturePlan(
                         shards=shards,
@@ -155,7 +163,7 @@ class ExtractStage:
                     ),
                     finished=finished,
                     folder=workspace.output,
-                    staging=Staging(self._staging, quota_bytes=settings.staging_quota_bytes),
+                    staging=staging,
                     advance=progress.advance,
                     say=lambda line: SAY.warning("%s", line),
                 )
@@ -168,6 +176,26 @@ class ExtractStage:
             fingerprint(self._run.target_folder),
             len(shards),
         ).write(workspace.output)
+
+    @contextmanager
+    def _engine(
+        self, samples: PreparedSamples, staging: Staging, workspace: Workspace
+    ) -> Iterator[Engine]:
+        """The engine that the settings name, running."""
+        if self._served:
+            with serving(
+                self._run, staging=staging, log=workspace.log, output=workspace.output
+            ) as served:
+                yield served
+            return
+        with Child(
+            "pipeline.capture.worker",
+            environment=child_environment(self.environment),
+            log=workspace.log,
+            request=self._request(),
+        ) as child:
+            numbers = {entry.id: number for number, entry in enumerate(samples.entries)}
+            yield ChildEngine(child, numbers=numbers)
 
     def _request(self) -> dict[str, Any]:
         settings = self._settings
@@ -260,9 +288,10 @@ class ExtractStage:
                 "logprob_greatest_difference_nats": greatest,
                 "logprob_tolerance_nats": self._settings.logprob_tolerance,
                 "staging_filesystem": filesystem(self._settings.staging),
+                **({"server": read_json(workspace.output / SERVER_FACTS)} if self._served else {}),
             },
             known_digests={index.shard: index.sha256 for index in dataset.indexes if index.entries},
-            volatile=lambda name: name.startswith("logprobs-"),
+            volatile=lambda name: name.startswith("logprobs-") or name == SERVER_FACTS,
         )
 
     def _greatest(self, differences: Mapping[str, float]) -> float:

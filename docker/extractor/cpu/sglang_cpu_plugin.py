@@ -1,0 +1,18 @@
+"""SGLang plugin: lets latent attention (DeepSeek, Kimi) run on a CPU without AMX.
+
+SGLang 0.5.23 picks the attention form by the backend's name, and for the two CPU backends it picks
+one that reads keys and values which these backends do not keep; they keep the latent alone. The
+absorbed form, which SGLang has for AMX machines, reads just that.
+"""
+
+
+def register() -> None:
+    """Called by SGLang in each of its processes; does nothing on a server that has a GPU."""
+    from sglang.srt.utils import is_cpu
+
+    if not is_cpu():
+        return
+    from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
+
+    for backend in ("torch_native", "intel_amx"):
+        handlers.AttentionBackendRegistry.register(backend, handlers._dispatch_mla_subtype)
