@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pipeline.capture.errors import CaptureError, ServerDied
 from pipeline.capture.sglang_engine import SglangEngine
@@ -58,6 +58,16 @@ def server_decides(run: Run) -> dict[str, Any]:
 def flags_of(run: Run) -> list[str]:
     """Arguments of the server that captures. CaptureError when extra ones repeat ours."""
     server = run.settings.extract.server
+    return target_flags(
+        run, dtype="bfloat16", radix_cache=server.radix_cache, cuda_graphs=server.cuda_graphs
+    )
+
+
+def target_flags(
+    run: Run, *, dtype: Literal["float32", "bfloat16"], radix_cache: bool, cuda_graphs: bool
+) -> list[str]:
+    """Arguments with which any stage serves the target. CaptureError where extra ones repeat."""
+    server = run.settings.extract.server
     return server_flags(
         model=str(run.target_folder),
         device=server.device,
@@ -66,9 +76,10 @@ def flags_of(run: Run) -> list[str]:
         chunked_prefill_tokens=server.chunked_prefill_tokens,
         max_running_requests=server.max_running_requests,
         cache_tokens=server.cache_tokens,
+        dtype=dtype,
         remote_code=run.settings.target.remote_code,
-        radix_cache=server.radix_cache,
-        cuda_graphs=server.cuda_graphs,
+        radix_cache=radix_cache,
+        cuda_graphs=cuda_graphs,
         extra_arguments=server.extra_arguments,
     )
 

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pipeline.capture.sglang_flags import SUPPORTED, server_environment, server_flags
+from pipeline.capture.sglang_flags import SUPPORTED, server_environment
 from pipeline.capture.sglang_server import SglangServer
 from pipeline.evaluation.sglang_drafter import drafter_flags, wrong_drafting
 from pipeline.settings.environment import child_environment
 from pipeline.slate.log import SAY
 from pipeline.stages.errors import StageError
-from pipeline.stages.extract_server import ask_interpreter
+from pipeline.stages.extract_server import ask_interpreter, target_flags
 from pipeline.stages.run import Run
 
 
@@ -60,19 +60,11 @@ def check_server(run: Run) -> None:
 def plan_flags(run: Run, plan: ServerPlan) -> list[str]:
     """Arguments of `sglang.launch_server` for a plan. CaptureError when extra ones repeat ours."""
     server = run.settings.extract.server
-    flags = server_flags(
-        model=str(run.target_folder),
-        device=server.device,
-        tensor_parallel=server.tensor_parallel,
-        memory_fraction=server.memory_fraction,
-        chunked_prefill_tokens=server.chunked_prefill_tokens,
-        max_running_requests=server.max_running_requests,
-        cache_tokens=server.cache_tokens,
+    flags = target_flags(
+        run,
         dtype=plan.dtype,
-        remote_code=run.settings.target.remote_code,
         radix_cache=plan.radix_cache,
         cuda_graphs=server.device == "cuda",  # only captures need them off
-        extra_arguments=server.extra_arguments,
     )
     if plan.drafting is not None:
         flags += drafter_flags(
