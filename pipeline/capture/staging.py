@@ -35,15 +35,15 @@ class Staging:
 
     def waiting_bytes(self) -> int:
         """Bytes of the files that wait, partial ones included."""
-        total = 0
+        sizes: dict[int, int] = {}  # by inode: one that is renamed meanwhile may be met twice
         with os.scandir(self.folder) as entries:
             for entry in entries:
                 try:
                     if "safetensors" in entry.name:
-                        total += entry.stat().st_size
+                        sizes[entry.inode()] = entry.stat().st_size
                 except FileNotFoundError:  # taken by the collector meanwhile
                     continue
-        return total
+        return sum(sizes.values())
 
     def write(self, name: str, tensors: Mapping[str, Tensor], *, timeout_seconds: float) -> None:
         """Waits for room, writes the file aside and renames it when it is whole.

@@ -101,6 +101,15 @@ class Room:
             raise
         return descriptor
 
+    def show(self, partial: Path, whole: Path) -> None:
+        """Renames a partial file to its final name.
+
+        Under the lock: who counts meanwhile might meet the file under neither name, and the quota
+        would be broken by its size.
+        """
+        with self._locked():
+            partial.rename(whole)
+
     @contextmanager
     def _locked(self) -> Iterator[None]:
         with self._threads, self._lock_file.open() as file:
@@ -175,7 +184,7 @@ class StagedFile:
                     )
                 with self._state:
                     self._written += piece.rows
-                self.finish()
+                self.finish(room)
         except (OSError, ValueError) as error:
             self.fail(Refused("io", f"{type(error).__name__}: {error}"))
         finally:
@@ -206,12 +215,12 @@ class StagedFile:
             self._closed = True
             return self._failure
 
-    def finish(self) -> bool:
+    def finish(self, room: Room) -> bool:
         """Renames the file if it is closed and whole; true when this call did it."""
         with self._state:
             if self._over or not self._closed or self._written != self.rows:
                 return False
-            self._partial.rename(self._folder / self.request.file)
+            room.show(self._partial, self._folder / self.request.file)
             self._over = True
             self._let_go()
             return True
@@ -331,7 +340,7 @@ class Writer:
             began = time.thread_time()
             waited = 0.0
             if piece is None:
-                file.finish()
+                file.finish(self._room)
             else:
                 piece.wait()
                 try:
