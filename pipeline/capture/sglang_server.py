@@ -100,15 +100,19 @@ class SglangServer:
     def check(self) -> None:
         """ServerDied when the server, or one of its ranks, is gone. Costs some microseconds."""
         assert self._process is not None
-        if self._process.poll() is not None:
-            raise self._death(f"the SGLang server (pid {self.pid})", self._process.returncode)
-        for member, name in self._members.items():
-            try:
-                gone = not member.is_running() or member.status() == psutil.STATUS_ZOMBIE
-            except psutil.NoSuchProcess:
-                gone = True
-            if gone:
-                raise self._death(f"{name} (pid {member.pid}) of the SGLang server", None)
+        code = self._process.poll()
+        gone = [
+            f"{name} (pid {member.pid})"
+            for member, name in self._members.items()
+            if _is_gone(member)
+        ]
+        # SGLang kills the others when one dies: a rank, if any is gone, is the likely first.
+        gone.sort(key=lambda one: "scheduler" not in one)
+        if code is not None:
+            with_it = f" (gone with it: {', '.join(gone)})" if gone else ""
+            raise self._death(f"the SGLang server (pid {self.pid}){with_it}", code)
+        if gone:
+            raise self._death(f"{', '.join(gone)} of the SGLang server", None)
 
     def log_text(self) -> str:
         """What this server has written so far, at most the last 4 MiB."""
@@ -270,3 +274,10 @@ def _lasting_name(process: psutil.Process) -> str:
     if titles:
         return titles[0].strip()
     return "a worker" if any("spawn_main" in part for part in command) else ""
+
+
+def _is_gone(member: psutil.Process) -> bool:
+    try:
+        return not member.is_running() or member.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

@@ -117,7 +117,7 @@ def test_a_rank_that_dies_ends_the_stage_and_a_resume_goes_on(tmp_path: Path) ->
     said, _ = running.communicate(timeout=60)
     assert running.returncode == 1, said
     assert "sglang::scheduler" in said
-    assert "is gone" in said
+    assert "gone" in said  # by itself, or with the server that SGLang kills at once after it
     assert not (tmp_path / "run" / "extract" / "manifest.json").exists()
     done = stage(tmp_path, "extract", "--resume")
     assert done.returncode == 0, done.stdout + done.stderr
