@@ -23,8 +23,9 @@ from pipeline.slate.progress import Progress
 from pipeline.slate.stage import Outcome, Workspace
 from pipeline.stages.errors import StageError
 from pipeline.stages.evaluate_server import agreement, decode_on_server, server_plans
+from pipeline.stages.extract_server import known_interpreter
 from pipeline.stages.run import Run, device_of
-from pipeline.stages.server import check_server, plan_environment, plan_flags, server_decides
+from pipeline.stages.server import plan_environment, plan_flags, server_decides
 from pipeline.store.reader import PreparedSamples
 
 ACCEPTANCE = "acceptance.json"
@@ -89,7 +90,7 @@ class EvaluateStage:
     def check(self) -> int:
         """There is something to decode, and a server to decode it where one is wanted."""
         if self._served:
-            check_server(self._run)
+            known_interpreter(self._run)
             for plan in server_plans(self._run).values():
                 plan_flags(self._run, plan)
         self._prompts()

@@ -111,19 +111,26 @@ def check_server(run: Run, *, largest_bytes: int) -> None:
             wanted=f"at least {_QUOTA_REQUESTS} times that, as the server writes several at once",
             next_step="raise the quota, or lower prepare.max_length and prepare again",
         )
-    found = ask_interpreter(settings.server.python.absolute())
-    if found["sglang"] not in SUPPORTED:
-        raise StageError(
-            f"{settings.server.python} has SGLang {found['sglang'] or '(none)'}",
-            wanted=f"one of {', '.join(SUPPORTED)}: the capture knows the insides of these",
-            next_step="make sglang-cpu (without a GPU), or set extract.server.python",
-        )
+    found = known_interpreter(run)
     if PLUGIN not in found["plugins"]:
         raise StageError(
             f"{settings.server.python} has SGLang, but not Cleanslate's capture plugin",
             wanted=f"the entry point {PLUGIN}",
             next_step=f"{settings.server.python} -m pip install --no-deps -e .",
         )
+
+
+def known_interpreter(run: Run) -> dict[str, Any]:
+    """What the server's interpreter has. StageError unless its SGLang is one that is known here."""
+    python = run.settings.extract.server.python
+    found = ask_interpreter(python.absolute())
+    if found["sglang"] not in SUPPORTED:
+        raise StageError(
+            f"{python} has SGLang {found['sglang'] or '(none)'}",
+            wanted=f"one of {', '.join(SUPPORTED)}: the capture knows the insides of these",
+            next_step="make sglang-cpu (without a GPU), or set extract.server.python",
+        )
+    return found
 
 
 def ask_interpreter(python: Path) -> dict[str, Any]:

