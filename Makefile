@@ -13,6 +13,7 @@ ENGINE ?=
 RESUME ?=
 SET ?=
 PYTHON ?= python3.11
+SGLANG_PYTHON ?=
 VENV := .venv
 SGLANG := .venv-sglang
 RUN := $(VENV)/bin/python -m pipeline.cli
@@ -58,15 +59,17 @@ verify: $(VENV)/ready ## Re-read everything that is sealed
 clean-slate: $(VENV)/ready ## Wipe what this project owns in the run's folder
 	@$(RUN) clean-slate $(OPTIONS) $(SOURCE)
 
-.PHONY: setup test test-quick test-sglang sglang-cpu lint lock
+.PHONY: setup test test-quick test-sglang test-gpu sglang-cpu lint lock
 setup: $(VENV)/ready ## Install what the stages need (done by itself when needed)
 sglang-cpu: $(SGLANG)/ready ## Install real SGLang for machines without a GPU (6.4 GB)
 test: $(VENV)/ready-for-tests ## All tests but those of `make test-sglang`
-	@$(VENV)/bin/python -m pytest -q -m "not sglang"
+	@$(VENV)/bin/python -m pytest -q -m "not sglang and not gpu"
 test-quick: $(VENV)/ready-for-tests ## Tests without those that need minutes
-	@$(VENV)/bin/python -m pytest -q -m "not slow and not sglang"
+	@$(VENV)/bin/python -m pytest -q -m "not slow and not sglang and not gpu"
 test-sglang: $(VENV)/ready-for-tests $(SGLANG)/ready ## Tests with the real SGLang server
 	@$(VENV)/bin/python -m pytest -q -m sglang
+test-gpu: $(VENV)/ready-for-tests ## Tests that want two GPUs (SGLANG_PYTHON= of an interpreter with SGLang)
+	@$(VENV)/bin/python -m pytest -q -m gpu --sglang-python "$(SGLANG_PYTHON)"
 lint: $(VENV)/ready-for-tests ## ruff, mypy, shellcheck
 	@$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .

@@ -130,7 +130,12 @@ def wrong_flags(info: Mapping[str, Any], *, chunked_prefill_tokens: int) -> list
     if not _graphs_off(info):
         problems.append("CUDA graphs are on (--disable-cuda-graph is missing)")
     chunk = info.get("chunked_prefill_size")
-    if chunk != chunked_prefill_tokens and not (chunk in (None, -1) and chunked_prefill_tokens < 0):
+    # Divided among the groups of DP attention, which 0.5.17 counts in dp_size, 0.5.23 in another.
+    groups = info.get("attn_dp_size") or (
+        info.get("dp_size", 1) if info.get("enable_dp_attention") else 1
+    )
+    whole = chunk in (None, -1) and chunked_prefill_tokens < 0
+    if not whole and chunk not in (chunked_prefill_tokens, chunked_prefill_tokens // groups):
         problems.append(f"--chunked-prefill-size is {chunk}, not {chunked_prefill_tokens}")
     if info.get("enable_mixed_chunk") and info.get("speculative_algorithm"):
         problems.append("--enable-mixed-chunk with speculative decoding")

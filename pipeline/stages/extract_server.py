@@ -265,8 +265,8 @@ def _sample_ids(run: Run) -> Sequence[int]:
 def _facts(info: Mapping[str, Any]) -> dict[str, Any]:
     """What of the server's own word goes into the manifest (its key does not)."""
     names = (
-        "version", "dtype", "device", "tp_size", "dp_size", "attention_backend",
-        "chunked_prefill_size", "disable_radix_cache", "disable_cuda_graph",
+        "version", "dtype", "device", "tp_size", "dp_size", "attn_dp_size",
+        "attention_backend", "chunked_prefill_size", "disable_radix_cache", "disable_cuda_graph",
         "disable_overlap_schedule", "max_running_requests", "max_total_num_tokens", "quantization",
     )  # fmt: skip
     return {name: info.get(name) for name in names}

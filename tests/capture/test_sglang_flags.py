@@ -82,6 +82,16 @@ def test_a_running_flag_that_loses_rows_is_named(change: dict[str, object], name
     assert names in problem
 
 
+@pytest.mark.parametrize(
+    "said", [{"dp_size": 2, "enable_dp_attention": True}, {"dp_size": 1, "attn_dp_size": 2}]
+)
+def test_groups_of_dp_attention_share_a_chunk(said: dict[str, object]) -> None:
+    shared = GOOD | {"chunked_prefill_size": 32}
+    assert wrong_flags(shared | said, chunked_prefill_tokens=64) == []
+    [problem] = wrong_flags(shared | {"dp_size": 2}, chunked_prefill_tokens=64)
+    assert "--chunked-prefill-size is 32, not 64" in problem
+
+
 @pytest.mark.parametrize("chunk", [-1, None])
 def test_no_chunks_may_be_told_in_two_ways(chunk: int | None) -> None:
     assert wrong_flags(GOOD | {"chunked_prefill_size": chunk}, chunked_prefill_tokens=-1) == []

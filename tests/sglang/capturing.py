@@ -38,6 +38,13 @@ class Case:
     radix_cache: bool = False
     flags: tuple[str, ...] = ()
     quota_requests: int = 8
+    gpus: tuple[int, ...] = ()
+    python: Path = PYTHON
+
+    @property
+    def device(self) -> Literal["cuda", "cpu"]:
+        """Where the server computes."""
+        return "cuda" if self.gpus else "cpu"
 
     @property
     def tolerance(self) -> float:
@@ -76,6 +83,11 @@ class Rig:
             timeout_seconds=0.0,  # a receipt is handed on when its file is whole
         )
 
+    def writers(self) -> int:
+        """Processes that have written requests."""
+        said = self.staging.folder.glob(".counters-*.json")
+        return sum(json.loads(path.read_text())["requests"] > 0 for path in said)
+
 
 @contextmanager
 def capturing(case: Case, folder: Path) -> Iterator[Rig]:
@@ -93,7 +105,7 @@ def capturing(case: Case, folder: Path) -> Iterator[Rig]:
     (folder / "capture.json").write_text(json.dumps(told))
     flags = server_flags(
         model=str(target),
-        device="cpu",
+        device=case.device,
         tensor_parallel=case.tensor_parallel,
         memory_fraction=0.3,
         chunked_prefill_tokens=case.chunk,
@@ -104,7 +116,7 @@ def capturing(case: Case, folder: Path) -> Iterator[Rig]:
         extra_arguments=case.flags,
     )
     extra = server_environment(
-        device="cpu",
+        device=case.device,
         tensor_parallel=case.tensor_parallel,
         cores=2,
         nccl={},
@@ -113,8 +125,10 @@ def capturing(case: Case, folder: Path) -> Iterator[Rig]:
     with (
         SglangServer(
             flags,
-            python=PYTHON,
-            environment=child_environment(stage_environment(threads=1, gpus=(), extra=extra)),
+            python=case.python,
+            environment=child_environment(
+                stage_environment(threads=1, gpus=case.gpus, extra=extra)
+            ),
             log=folder / "server.log",
             startup_timeout_seconds=300,
             say=lambda _line: None,

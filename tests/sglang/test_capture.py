@@ -33,6 +33,14 @@ CASES = {
     "llama-two-ranks": Case("LlamaForCausalLM", 64, tensor_parallel=2),
     "deepseek-16": Case("DeepseekV3ForCausalLM", 16, dtype="float32"),
     "deepseek-whole": Case("DeepseekV3ForCausalLM", -1, dtype="float32"),
+    "deepseek-two-groups": Case(
+        "DeepseekV3ForCausalLM",
+        64,
+        tensor_parallel=2,
+        dtype="float32",
+        flags=("--enable-dp-attention", "--dp-size", "2"),
+        quota_requests=16,
+    ),
 }
 
 
