@@ -65,13 +65,15 @@ class EvaluateStage:
 
     @property
     def decides(self) -> Mapping[str, Any]:
-        """Its own settings, but the bound on the result and the number of processes."""
-        hidden = {"least_acceptance_length", "workers"}
+        """Its own settings, but the bound on the result, and where it runs."""
+        hidden = {"least_acceptance_length", "workers", "gpus"}
         values = self._settings.model_dump(
             mode="json", exclude=hidden if self._served else {*hidden, "compare_loop"}
         )
         if self._served:
             values["server"] = server_decides(self._run)
+        else:
+            values["device"] = device_of(self.gpus)
         return {**values, "target": self._run.target_decides()}
 
     @property

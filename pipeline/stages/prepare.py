@@ -79,7 +79,7 @@ class PrepareStage:
             mode="json", exclude={"workers", "input", "strict", "least_kept_share"}
         )
         # What decides the last bits: the batch of the transformers engine, the server's flags.
-        own = {"batch_size"} if self._served else {"engine", "gpus"}
+        own = {"gpus", "batch_size" if self._served else "engine"}
         answering = {key: v for key, v in values["answering"].items() if key not in own}
         if self._served:
             answering["server"] = server_decides(self._run)
