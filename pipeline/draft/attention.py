@@ -82,6 +82,8 @@ def flex_block(
         scale=query.shape[-1] ** -0.5,
         enable_gqa=query.shape[1] != key.shape[1],
         return_aux=AuxRequest(lse=True),
+        # With few rows FlexAttention would take its decoding kernel, which has no form for these.
+        kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
     )
     return output[0].transpose(0, 1), aux.lse[0].transpose(0, 1)
 
@@ -89,9 +91,10 @@ def flex_block(
 @functools.cache
 def _compiled() -> tuple[Callable[..., Any], Callable[..., Any]]:
     # Compiled at first use, not on import; row counts differ from pack to pack, hence dynamic.
+    # Whole graphs: past its limit of recompilations torch would go on with rows x keys of scores.
     return (
-        torch.compile(flex_attention, dynamic=True),
-        torch.compile(create_block_mask, dynamic=True),
+        torch.compile(flex_attention, dynamic=True, fullgraph=True),
+        torch.compile(create_block_mask, dynamic=True, fullgraph=True),
     )
 
 

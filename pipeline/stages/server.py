@@ -46,8 +46,17 @@ def server_decides(run: Run) -> dict[str, object]:
 
 
 def plan_flags(run: Run, plan: ServerPlan) -> list[str]:
-    """Arguments of `sglang.launch_server` for a plan. CaptureError when extra ones repeat ours."""
+    """Arguments of `sglang.launch_server` for a plan.
+
+    CaptureError when extra ones repeat ours; StageError for a precision that GPUs do not serve.
+    """
     server = run.settings.extract.server
+    if server.device == "cuda" and plan.dtype == "float32":
+        raise StageError(
+            "compute_dtype is float32 for a server on GPUs, whose kernels (sgl_kernel) lack it",
+            wanted="bfloat16",
+            next_step="set evaluate.compute_dtype (prepare.answering.compute_dtype for answers)",
+        )
     flags = target_flags(
         run,
         dtype=plan.dtype,

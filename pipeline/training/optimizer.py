@@ -58,6 +58,7 @@ class MasterAdamW:
             lr=0.0,
             betas=betas,
             eps=_EPSILON,
+            fused=device.type == "cuda",  # one pass over masters and moments instead of many
         )
         self.updates = 0
 
