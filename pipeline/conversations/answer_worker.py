@@ -26,7 +26,7 @@ from pipeline.conversations.answering import (
 from pipeline.conversations.answers import append_batch, plan_batches, take_back
 from pipeline.conversations.errors import ConversationError
 from pipeline.slate.worker import Channel, run_worker
-from pipeline.target.load import load_target
+from pipeline.target.load import load_target, with_cache
 from pipeline.target.tokenizer import load_tokenizer
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -101,8 +101,8 @@ def greedy_batch(
             input_ids=ids,
             attention_mask=mask,
             position_ids=positions,
-            cache=cache,
             use_cache=True,
+            **with_cache(model, cache),
             logits_to_keep=1,
         ).logits[:, -1]
         chosen = logits.argmax(dim=-1)  # [B]; the lowest id of equal logits

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from pipeline.evaluation.errors import UnsupportedTarget, WrongDrafter
-from pipeline.target.load import decoder_layers, final_norm
+from pipeline.target.load import decoder_layers, final_norm, with_cache
 
 
 class TargetPasses:
@@ -43,8 +43,8 @@ class TargetPasses:
         device = self._target.get_input_embeddings().weight.device
         output = self._target(
             input_ids=torch.tensor([list(tokens)], device=device),
-            cache=self._cache,
             use_cache=True,
+            **with_cache(self._target, self._cache),
             logits_to_keep=last,
         )
         logits: Tensor = output.logits[0]

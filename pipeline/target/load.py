@@ -1,5 +1,6 @@
 """Loading a target as a transformers model, and finding its parts by name."""
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,22 @@ def load_target(folder: Path, *, dtype: torch.dtype, device: str, remote_code: b
             next_step="check that weights and config.json belong together",
         )
     return model.requires_grad_(False).to(device).eval()
+
+
+def with_cache(model: Any, cache: Any) -> dict[str, Any]:
+    """The key-value cache as an argument of the model's forward, which has two names for it.
+
+    transformers 5.24 calls it `cache`, 5.19 `past_key_values`, and each takes the other's name in
+    silence and forgets the cache. FolderError for a class with neither.
+    """
+    for name in ("cache", "past_key_values"):
+        if name in inspect.signature(model.forward).parameters:
+            return {name: cache}
+    raise FolderError(
+        f"{type(model).__name__}.forward takes no key-value cache",
+        wanted="an argument cache or past_key_values",
+        next_step="this class of target cannot be decoded here; use ENGINE=sglang",
+    )
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from pipeline.target.errors import FolderError, RemoteCodeRefused
-from pipeline.target.load import decoder_layers, final_norm, head, load_target
+from pipeline.target.load import decoder_layers, final_norm, head, load_target, with_cache
 from pipeline.target.tensors import read_embedding, read_head
 from pipeline.target.tokenizer import load_tokenizer
 
@@ -119,3 +119,21 @@ def test_code_from_elsewhere_is_refused_even_when_allowed(copy: Path, reference:
     bring_code(copy, reference)
     with pytest.raises(RemoteCodeRefused, match="outside the folder"):
         load_tokenizer(copy, remote_code=True)
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_the_cache_goes_by_the_name_that_the_class_knows(name: str) -> None:
+    class Model(nn.Module):
+        if name == "cache":
+
+            def forward(self, input_ids, cache=None, **_others): ...
+        else:
+
+            def forward(self, input_ids, past_key_values=None, **_others): ...
+
+    assert with_cache(Model(), 7) == {name: 7}
+
+
+def test_a_class_without_a_cache_is_refused() -> None:
+    with pytest.raises(FolderError, match="takes no key-value cache"):
+        with_cache(nn.Identity(), 7)
