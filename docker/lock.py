@@ -18,6 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 TRAINER = ROOT / "docker" / "trainer"
 TESTS = ROOT / "tests"
+HEAD = "# Written by `make lock` from the .in file beside it. Do not edit.\n"
 _PIN = re.compile(r"^([A-Za-z0-9._-]+)==(\S+)", re.MULTILINE)
 
 
@@ -71,8 +72,7 @@ def main() -> None:
 
 
 def _write(path: Path, blocks: list[str]) -> None:
-    head = "# Written by `make lock` from the .in file beside it. Do not edit.\n"
-    path.write_text(head + "\n".join(blocks) + "\n", encoding="utf-8")
+    path.write_text(HEAD + "\n".join(blocks) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Writes docker/extractor/requirements-cpu.txt: the pins of requirements-cpu.in with their hashes.
+"""Writes the locks of docker/extractor from the .in files there. Run by `make lock`.
 
-Not pip-compile: sglang names packages that exist for GPUs only, so the list is closed by hand and
-installed with --no-deps. The hashes are those that PyPI states for every file of a pinned version,
-and those of files of that version in pip's find-links (another build of torch, for instance).
-Run by `make lock`.
+requirements-cuda.txt is pip-compile's: all that sglang names. requirements-cpu.txt is not, since
+sglang names packages that exist for GPUs only: its list is closed by hand and installed with
+--no-deps. The hashes are those that PyPI states for every file of a pinned version, and those of
+files of that version in pip's find-links (another build of torch, for instance).
 """
 
 import hashlib
@@ -15,6 +15,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from lock import HEAD, compile_lock
 from pip._internal.models.index import PyPI
 
 EXTRACTOR = Path(__file__).parent / "extractor"
@@ -78,8 +79,8 @@ def find_links() -> list[Path]:
     return [Path(one) for value in found for one in value.split() if Path(one).is_dir()]
 
 
-def main() -> None:
-    """Writes the lock."""
+def lock_cpu() -> list[str]:
+    """The blocks of the CPU server's lock."""
     pins = read_pins(EXTRACTOR / "requirements-cpu.in")
     with ThreadPoolExecutor(4) as pool:
         stated = list(pool.map(lambda pin: index_hashes(*pin), pins))
@@ -92,9 +93,15 @@ def main() -> None:
             raise SystemExit(f"PyPI offers no file of {package} {version}")
         lines = [f"{package}=={version}", *(f"--hash=sha256:{one}" for one in sorted(hashes))]
         blocks.append(" \\\n    ".join(lines))
-    head = "# Written by `make lock` from the .in file beside it. Do not edit.\n"
-    out = EXTRACTOR / "requirements-cpu.txt"
-    out.write_text(head + "\n".join(blocks) + "\n", encoding="utf-8")
+    return blocks
+
+
+def main() -> None:
+    """Writes the two locks."""
+    cuda = compile_lock(EXTRACTOR / "requirements-cuda.in", plain_index=True)
+    for variant, blocks in (("cpu", lock_cpu()), ("cuda", list(cuda.values()))):
+        out = EXTRACTOR / f"requirements-{variant}.txt"
+        out.write_text(HEAD + "\n".join(blocks) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Makes the virtual environment: hash-locked packages, and torch's CUDA libraries only when the
-# build of torch that pip chose asks for them (a CPU build in pip's find-links does not).
+# build of torch that pip chose asks for them (a CPU build in pip's find-links does not). The package
+# itself comes from this folder, editable; an image installs it by itself, in a layer of its own.
 set -Eeuo pipefail
-usage="usage: setup.sh PYTHON VENV REQUIREMENTS"
-python="${1:?$usage}" venv="${2:?$usage}" requirements="${3:?$usage}"
+usage="usage: setup.sh PYTHON VENV REQUIREMENTS [editable|packages-only]"
+python="${1:?$usage}" venv="${2:?$usage}" requirements="${3:?$usage}" package="${4:-editable}"
 
 fail() { printf 'error: %s\n  wanted: %s\n  next:   %s\n' "$1" "$2" "$3" >&2; exit 1; }
 
@@ -35,8 +36,10 @@ sys.exit(not any(need.startswith(("nvidia-", "cuda-")) for need in needs))'; the
   echo "set-up: this build of torch wants CUDA libraries: installing them"
   install "${requirements%.txt}-cuda.txt"
 fi
-"$venv/bin/python" -m pip install --quiet --no-deps --no-build-isolation --editable . \
-  >>"$venv/setup.log" 2>&1 || fail "the package itself does not install" "a whole checkout" \
-  "read $venv/setup.log"
+if [ "$package" = editable ]; then
+  "$venv/bin/python" -m pip install --quiet --no-deps --no-build-isolation --editable . \
+    >>"$venv/setup.log" 2>&1 || fail "the package itself does not install" "a whole checkout" \
+    "read $venv/setup.log"
+fi
 touch "$venv/ready"
 echo "set-up: done, $("$venv/bin/python" -c 'import torch; print("torch", torch.__version__)')"

@@ -37,6 +37,21 @@ from pipeline.capture.sglang_plugin.writer import StagedFile, Writer
 
 RECEIPT = "cleanslate_capture"
 _KEPT = "cleanslate_states"
+REGISTRY = "sglang.srt.plugins.hook_registry"
+# What is hooked, by which method of `Capture`, of which kind. `resolve` proves that they exist.
+HOOKS = (
+    (
+        "sglang.srt.model_executor.model_runner.ModelRunner.init_attention_backends",
+        "after_backends",
+        "AFTER",
+    ),
+    ("sglang.srt.layers.logits_processor.LogitsProcessor.forward", "around_logits", "AROUND"),
+    (
+        "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
+        "around_forward",
+        "AROUND",
+    ),
+)
 _log = logging.getLogger("cleanslate.capture")
 
 
@@ -54,23 +69,9 @@ def register() -> None:
     capture = Capture(
         CaptureConfiguration.read(Path(named)), sglang=sglang, plugin=version("cleanslate")
     )
-    registry = importlib.import_module("sglang.srt.plugins.hook_registry")
-    add, kind = registry.HookRegistry.register, registry.HookType
-    add(
-        "sglang.srt.model_executor.model_runner.ModelRunner.init_attention_backends",
-        capture.after_backends,
-        kind.AFTER,
-    )
-    add(
-        "sglang.srt.layers.logits_processor.LogitsProcessor.forward",
-        capture.around_logits,
-        kind.AROUND,
-    )
-    add(
-        "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
-        capture.around_forward,
-        kind.AROUND,
-    )
+    registry = importlib.import_module(REGISTRY)
+    for target, method, kind in HOOKS:
+        registry.HookRegistry.register(target, getattr(capture, method), registry.HookType[kind])
 
 
 class Capture:
