@@ -2,20 +2,33 @@
 
 import json
 import logging
+import os
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
+from pipeline.containers.images import BuiltImages, check_same_code
+from pipeline.containers.lines import lines_of
+from pipeline.containers.plan import FACTS, STAGES, Caller, Request, image_kind, plan
 from pipeline.faults import Fault
-from pipeline.settings.load import Loaded, flatten, load_settings, origin_of
+from pipeline.settings.errors import SettingsError
+from pipeline.settings.load import (
+    Loaded,
+    flatten,
+    load_settings,
+    origin_of,
+    profile_files,
+)
+from pipeline.settings.model import Settings
 from pipeline.slate.log import SAY, log_only, open_log
 from pipeline.slate.manifest import Manifest
+from pipeline.slate.place import HOST, Place
 from pipeline.slate.stage import StageStopped
-from pipeline.slate.wipe import MANIFEST
+from pipeline.slate.wipe import MANIFEST, read_marker
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__
@@ -31,7 +44,12 @@ EngineName = Annotated[
     str, typer.Option("--engine", help="transformers or sglang: who runs the target in this stage.")
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue an unsealed output.")]
+ImageFacts = Annotated[str, typer.Option("--image-facts", hidden=True)]  # given in a container
+ContainerName = Annotated[str, typer.Option("--container", hidden=True)]
 NO_OVERRIDES: list[str] = []
+NO_PATHS: list[Path] = []
+_INTERRUPTED = 130
+_LAUNCHER = Path(__file__).parent.parent / "docker" / "run.sh"
 
 
 def _load(
@@ -43,16 +61,22 @@ def _load(
     stage: str = "",
     engine: str = "",
 ) -> Loaded:
-    extra = []
-    if source:
-        path = json.dumps(str(Path(source).absolute()))
-        extra = [f"prepare.input={path}", "prepare.prompts=null", "prepare.answers=file"]
-    if answers:
-        extra.append(f"prepare.answers={answers}")
+    extra = source_overrides(source, answers)
     if engine:
         folder = load_settings(profile, overrides=[*extra, *overrides]).settings.folder
         extra += engine_overrides(stage, engine, folder=folder)
     return load_settings(profile, overrides=[*extra, *overrides])
+
+
+def source_overrides(source: str, answers: str) -> list[str]:
+    """What `--input` and `--answers` set."""
+    found = []
+    if source:
+        path = json.dumps(str(Path(source).absolute()), ensure_ascii=False)
+        found = [f"prepare.input={path}", "prepare.prompts=null", "prepare.answers=file"]
+    if answers:
+        found.append(f"prepare.answers={answers}")
+    return found
 
 
 def engine_overrides(stage: str, engine: str, *, folder: Path) -> list[str]:
@@ -98,15 +122,40 @@ def _stage(name: str, help_text: str) -> None:
         answers: Answers = "",
         engine: EngineName = "",
         resume: Resume = False,
+        image_facts: ImageFacts = "",
+        container: ContainerName = "",
     ) -> None:
         loaded = _load(profile, overrides, input_path, answers, stage=name, engine=engine)
+        place = _place(name, loaded.settings, facts=image_facts, container=container)
+        if loaded.settings.run.runtime == "docker" and place is HOST:
+            _hand_over()
         from pipeline.stages.plan import run_stage  # torch takes seconds; `show` needs none
         from pipeline.stages.run import Run
 
-        run_stage(name, Run(loaded.settings, loaded.origins), resume=resume)
+        run_stage(name, Run(loaded.settings, loaded.origins, place), resume=resume)
 
     command.__doc__ = help_text
     app.command(name)(command)
+
+
+def _place(stage: str, settings: Settings, *, facts: str, container: str) -> Place:
+    """The container that the launcher says this process is in; the host where it says nothing."""
+    if not facts:
+        return HOST
+    built = BuiltImages.read(Path(facts))
+    image = built.provenance(image_kind(stage, settings))
+    return Place(image=image, commit=built.commit, container=container or None)
+
+
+def _hand_over() -> NoReturn:
+    """Becomes the launcher of containers, with the same arguments."""
+    if not _LAUNCHER.is_file():
+        raise SettingsError(
+            f"run.runtime is docker, and there is no {_LAUNCHER}",
+            wanted="the command line of a checkout of the project",
+            next_step="use its Makefile, or set run.runtime=local",
+        )
+    os.execvp("bash", ["bash", str(_LAUNCHER), *sys.argv[1:]])  # noqa: S606  no shell string
 
 
 _stage("target", "Make the target's folder (done by itself when needed).")
@@ -125,13 +174,18 @@ def serve(
     input_path: Input = "",
     answers: Answers = "",
     engine: EngineName = "",
+    image_facts: ImageFacts = "",
+    container: ContainerName = "",
 ) -> None:
     """Serve the target with the drafter until Ctrl-C, on this machine only."""
     loaded = _load(profile, overrides, input_path, answers, stage="export", engine=engine)
+    place = _place("serve", loaded.settings, facts=image_facts, container=container)
+    if loaded.settings.run.runtime == "docker" and place is HOST:
+        _hand_over()
     from pipeline.stages.run import Run
     from pipeline.stages.serve import serve_run
 
-    serve_run(Run(loaded.settings, loaded.origins))
+    serve_run(Run(loaded.settings, loaded.origins, place))
 
 
 @app.command()
@@ -161,9 +215,14 @@ def _plain(value: Any) -> Any:
 
 
 @app.command()
-def verify(profile: Profile = "smollm2", overrides: Override = NO_OVERRIDES) -> None:
+def verify(
+    profile: Profile = "smollm2",
+    overrides: Override = NO_OVERRIDES,
+    input_path: Input = "",
+    answers: Answers = "",
+) -> None:
     """Re-read everything that is sealed; exit 1 and name what is damaged."""
-    loaded = _load(profile, overrides)
+    loaded = _load(profile, overrides, input_path, answers)
     from pipeline.stages.plan import STAGES
     from pipeline.stages.run import Run
     from pipeline.stages.verify import verify_run
@@ -183,15 +242,21 @@ def verify(profile: Profile = "smollm2", overrides: Override = NO_OVERRIDES) -> 
 
 
 @app.command("clean-slate")
-def clean_slate(profile: Profile = "smollm2", overrides: Override = NO_OVERRIDES) -> None:
+def clean_slate(
+    profile: Profile = "smollm2",
+    overrides: Override = NO_OVERRIDES,
+    input_path: Input = "",
+    answers: Answers = "",
+    container: ContainerName = "",
+) -> None:
     """Wipe what this project owns in the run's folder and the downloads; logs stay."""
-    loaded = _load(profile, overrides)
+    loaded = _load(profile, overrides, input_path, answers)
     from pipeline.slate.lock import lock
     from pipeline.slate.wipe import owned_directories, wipe
 
     root = loaded.settings.run.root.absolute()
     folder = loaded.settings.folder
-    with lock(folder, purpose="clean-slate"):
+    with lock(folder, purpose="clean-slate", container=container or None):
         owned = owned_directories(folder)
         for directory in owned:
             wipe(directory, root=folder)
@@ -205,6 +270,57 @@ def clean_slate(profile: Profile = "smollm2", overrides: Override = NO_OVERRIDES
     typer.echo(f"{folder}: nothing of this project is left but its logs")
 
 
+@app.command("container-plan", hidden=True)
+def container_plan(
+    stage: str,
+    user: Annotated[str, typer.Option()],
+    facts: Annotated[Path, typer.Option()],
+    tree: Annotated[Path, typer.Option(help="The caller's folder `pipeline`.")],
+    profile: Profile = "smollm2",
+    overrides: Override = NO_OVERRIDES,
+    input_path: Input = "",
+    answers: Answers = "",
+    engine: EngineName = "",
+    resume: Resume = False,
+    network: str = "",
+    ca: Path | None = None,
+    pip_conf: Path | None = None,
+    shown: Annotated[list[Path], typer.Option(help="What the launcher looked for.")] = NO_PATHS,
+) -> None:
+    """Print what `docker/run.sh` starts for a stage; or `need PATH`, a file it wants to see first.
+
+    Runs in a container that sees nothing of the host but what it asked for in this way.
+    """
+    check_same_code(tree, Path(__file__).parent)
+    files = profile_files(profile)
+    if unseen := [path for path in files if path not in shown]:
+        typer.echo(f"need {unseen[0]}")
+        return
+    extra = source_overrides(input_path, answers)
+    folder = load_settings(profile, overrides=[*extra, *overrides]).settings.folder
+    if not {folder, *folder.parents} & {*shown}:
+        typer.echo(f"need {folder}")
+        return
+    if engine:
+        extra += engine_overrides("export" if stage == "serve" else stage, engine, folder=folder)
+    settings = load_settings(profile, overrides=[*extra, *overrides]).settings
+    sealed = {name for name in STAGES if (folder / name / MANIFEST).is_file()}
+    request = Request(
+        stage=stage,
+        profile=str(files[0]) if files else profile,
+        files=files,
+        overrides=[*extra, *overrides],
+        resume=resume,
+        begun={name for name in STAGES if (folder / name).is_dir() and read_marker(folder / name)},
+        sealed=sealed,
+    )
+    caller = Caller(user=user, facts=facts, network=network, ca=ca, pip_conf=pip_conf)
+    built = BuiltImages.read(FACTS)
+    containers = [] if stage == "release" else plan(settings, request, caller=caller, built=built)
+    for line in lines_of(containers, folder=folder):
+        typer.echo(line)
+
+
 def main() -> None:
     """Entry point. Exit status: 0 done, 1 a fault that is explained, 2 usage, 70 a bug, 130/143."""
     _guard(lambda: app(standalone_mode=False))
@@ -213,6 +329,8 @@ def main() -> None:
 def _guard(command: Callable[[], Any]) -> None:
     try:
         status = command()
+        if status == _INTERRUPTED:  # what typer makes of a KeyboardInterrupt
+            raise KeyboardInterrupt
     except Fault as fault:
         log_only(traceback.format_exc())
         _say_error(fault.found, fault.wanted, fault.next_step)
@@ -224,7 +342,7 @@ def _guard(command: Callable[[], Any]) -> None:
             "a run to the end",
             "the same command with RESUME=1 continues",
         )
-        sys.exit(143 if isinstance(stopped, StageStopped) else 130)
+        sys.exit(143 if isinstance(stopped, StageStopped) else _INTERRUPTED)
     except Exception as error:
         if type(error).__module__.split(".")[0] in ("click", "typer"):
             _say_error(str(error) or type(error).__name__, "a command as in --help", "--help")
@@ -236,14 +354,18 @@ def _guard(command: Callable[[], Any]) -> None:
 
 
 def _unexpected(error: Exception) -> None:
+    trace = traceback.format_exc()
     if not any(isinstance(handler, logging.FileHandler) for handler in SAY.handlers):
-        open_log(Path("runs").absolute(), stage="error")
-    log_only(traceback.format_exc())
-    log = next(h.baseFilename for h in SAY.handlers if isinstance(h, logging.FileHandler))
+        try:
+            open_log(Path("runs").absolute(), stage="error")
+        except OSError:  # in a container, before the run's own log is open
+            sys.stderr.write(trace)
+    log_only(trace)
+    logs = [h.baseFilename for h in SAY.handlers if isinstance(h, logging.FileHandler)]
     _say_error(
         f"unexpected {type(error).__name__}: {str(error) or '(no message)'}",
         "no such error: this is a fault of this program",
-        f"the traceback is in {log}; please report it",
+        f"the traceback is in {logs[0] if logs else 'the lines above'}; please report it",
     )
 
 

@@ -15,7 +15,7 @@ from pipeline.settings.model import Settings
 
 PROFILES = Path(__file__).parent.parent / "profiles"
 _MOST_PARENTS = 8
-_PATH_KEYS = (
+PATH_KEYS = (
     ("run", "root"),
     ("target", "source", "path"),
     ("prepare", "input"),
@@ -72,6 +72,21 @@ def load_settings(profile: str, *, overrides: Sequence[str] = ()) -> Loaded:
 def shipped_profiles() -> list[str]:
     """Names of the profiles in the package."""
     return sorted(path.stem for path in PROFILES.glob("*.yaml"))
+
+
+def profile_files(profile: str) -> list[Path]:
+    """The files of a profile's chain that do not ship, absolute, nearest first.
+
+    The last one may not exist: what it extends is not known then. SettingsError when one cannot be
+    read.
+    """
+    found: list[Path] = []
+    while profile not in shipped_profiles() and len(found) < _MOST_PARENTS:
+        found.append((found[-1].parent if found else Path()).absolute() / profile)
+        if not found[-1].is_file() or (parent := _read(found[-1]).get("extends")) is None:
+            break
+        profile = str(parent)
+    return found
 
 
 def flatten(section: BaseModel, *, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
@@ -159,7 +174,7 @@ def _read(path: Path) -> dict[str, Any]:
             wanted="a mapping of sections",
             next_step="correct the file",
         )
-    for *parents, last in _PATH_KEYS:
+    for *parents, last in PATH_KEYS:
         here: Any = value
         for part in parents:
             here = here.get(part) if isinstance(here, dict) else None

@@ -32,6 +32,12 @@ class RunSettings(Section):
     """Name of the run, one folder below root; empty: the profile's name."""
     threads: int = Field(default=0, ge=0, le=1024)
     """CPU threads for digests and for CPU engines; 0: one a core that this process may use."""
+    runtime: Literal["local", "docker"] = "local"
+    """Where stages run: on this machine as it is, or each in a container (make images first)."""
+    shared_memory_bytes: int = Field(default=1 << 30, ge=64 << 20)
+    """Size of a container's /dev/shm, besides the staging folder."""
+    scratch_bytes: int = Field(default=2 << 30, ge=64 << 20)
+    """Size of a container's /tmp, in memory: downloads on their way, compiled kernels."""
 
 
 class Wheel(Section):

@@ -11,10 +11,12 @@ from pipeline.slate.errors import LockHeld, SlateError
 
 
 @contextlib.contextmanager
-def lock(root: Path, *, purpose: str) -> Iterator[None]:
+def lock(root: Path, *, purpose: str, container: str | None = None) -> Iterator[None]:
     """Holds the run root's lock while the context lasts; never waits.
 
-    LockHeld names the holder's process and purpose; SlateError when the folder cannot be written.
+    container: the name of the one that this process runs in, named instead of its process id, which
+    means nothing outside. LockHeld names the holder and its purpose; SlateError when the folder
+    cannot be written.
     The file stays; the lock does not.
     """
     try:
@@ -31,13 +33,15 @@ def lock(root: Path, *, purpose: str) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.pread(handle, 500, 0).decode(errors="replace").strip()
+            stop = "end it (make release)" if '"container"' in holder else "stop it"
             raise LockHeld(
                 f"{root} is in use by {holder or 'another process'}",
                 wanted="one process at a time on a run",
-                next_step="wait for it, or stop it, or give this run another name (run.name)",
+                next_step=f"wait for it, or {stop}, or give this run another name (run.name)",
             ) from None
+        who = {"container": container} if container else {"pid": os.getpid()}
         os.ftruncate(handle, 0)
-        os.pwrite(handle, json.dumps({"pid": os.getpid(), "purpose": purpose}).encode(), 0)
+        os.pwrite(handle, json.dumps({**who, "purpose": purpose}).encode(), 0)
         yield
     finally:
         os.close(handle)

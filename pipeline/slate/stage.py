@@ -22,6 +22,7 @@ from pipeline.slate.errors import NotSealed, SlateError
 from pipeline.slate.lock import lock
 from pipeline.slate.log import SAY, open_log
 from pipeline.slate.manifest import Manifest, changed_files, differences, seal_files
+from pipeline.slate.place import HOST, Place
 from pipeline.slate.progress import Progress, duration
 from pipeline.slate.wipe import MANIFEST, check_wipeable, claim, drop_partials, read_marker, wipe
 
@@ -91,14 +92,17 @@ class StageStopped(BaseException):
     """SIGTERM arrived; unwinds like Ctrl-C so that children are stopped in order."""
 
 
-def perform(stage: Stage, *, root: Path, resume: bool, threads: int) -> Manifest:
+def perform(
+    stage: Stage, *, root: Path, resume: bool, threads: int, place: Place = HOST
+) -> Manifest:
     """Runs one stage to its seal. Any Fault of the rooms, or SlateError.
 
     root: the run's directory; the output is root/<stage name>. resume: continue an unsealed output
     whose intent is the same; a sealed matching one is left as it is.
     """
     output = root / stage.name
-    with lock(root, purpose=stage.name), _terminate_as_exception():
+    held = lock(root, purpose=stage.name, container=place.container)
+    with held, _terminate_as_exception():
         log = open_log(root, stage=stage.name)
         started = time.time()
         SAY.info("%s: log %s", stage.name, log)
@@ -146,8 +150,8 @@ def perform(stage: Stage, *, root: Path, resume: bool, threads: int) -> Manifest
                     "resumed": resume,
                     "host": host_facts(),
                     "versions": versions(),
-                    "commit": source_commit(Path(__file__).parent),
-                    "image": None,
+                    "commit": place.commit or source_commit(Path(__file__).parent),
+                    "image": place.image,
                     "environment": dict(stage.environment),
                     "log": log.name,
                 },
@@ -162,7 +166,7 @@ def perform(stage: Stage, *, root: Path, resume: bool, threads: int) -> Manifest
         return manifest
 
 
-def ensure(stage: Stage, *, root: Path, threads: int) -> None:
+def ensure(stage: Stage, *, root: Path, threads: int, place: Place = HOST) -> None:
     """Makes sure that a stage which another one needs is sealed and matching.
 
     Absent: runs it and says so. Unsealed but begun: resumes it. Sealed and matching: reuses it.
@@ -173,7 +177,7 @@ def ensure(stage: Stage, *, root: Path, threads: int) -> None:
         begun = output.is_dir() and read_marker(output) is not None
         what = "was begun and not finished: continuing it" if begun else "is absent: running it"
         _say_bare(f"{stage.name} {what}")
-        perform(stage, root=root, resume=begun, threads=threads)
+        perform(stage, root=root, resume=begun, threads=threads, place=place)
         return
     manifest = Manifest.read(output)
     intent = {

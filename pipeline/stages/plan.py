@@ -33,5 +33,7 @@ def needed_by(name: str, run: Run) -> list[str]:
 def run_stage(name: str, run: Run, *, resume: bool) -> Manifest:
     """Runs one stage from a clean slate (or resumes it), after making sure of those before it."""
     for other in needed_by(name, run):
-        ensure(STAGES[other](run), root=run.folder, threads=run.threads)
-    return perform(STAGES[name](run), root=run.folder, resume=resume, threads=run.threads)
+        ensure(STAGES[other](run), root=run.folder, threads=run.threads, place=run.place)
+    return perform(
+        STAGES[name](run), root=run.folder, resume=resume, threads=run.threads, place=run.place
+    )

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pipeline.settings.environment import available_cores, stage_environment
 from pipeline.settings.model import Folder, Settings
+from pipeline.slate.place import HOST, Place
 from pipeline.stages.errors import StageError
 from pipeline.target.facts import TargetFacts, fingerprint, read_facts
 from pipeline.target.tokenizer import load_tokenizer
@@ -16,11 +17,13 @@ from pipeline.target.tokenizer import load_tokenizer
 class Run:
     """One run: where it lies and with which settings.
 
-    origins: dotted key -> where its value comes from, for the report.
+    origins: dotted key -> where its value comes from, for the report. place: the container that
+    this process runs in, if any.
     """
 
     settings: Settings
     origins: Mapping[str, str] = field(default_factory=dict, hash=False)
+    place: Place = field(default=HOST, hash=False)
 
     @property
     def folder(self) -> Path:

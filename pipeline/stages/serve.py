@@ -35,9 +35,9 @@ def serve_run(run: Run) -> None:
     the start; ServerDied when the server ends by itself.
     """
     for name in [*needed_by("export", run), "export"]:
-        ensure(STAGES[name](run), root=run.folder, threads=run.threads)
+        ensure(STAGES[name](run), root=run.folder, threads=run.threads, place=run.place)
     plan = serving_plan(run)
-    with lock(run.folder, purpose="serve"):
+    with lock(run.folder, purpose="serve", container=run.place.container):
         log = open_log(run.folder, stage="serve")
         known_interpreter(run)
         if plan.gpus and (problems := gpu_problems(read_gpus(), plan.gpus)):

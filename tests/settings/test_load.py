@@ -4,7 +4,13 @@ import pytest
 
 from pipeline.settings.environment import child_environment, stage_environment
 from pipeline.settings.errors import SettingsError
-from pipeline.settings.load import flatten, load_settings, origin_of, shipped_profiles
+from pipeline.settings.load import (
+    flatten,
+    load_settings,
+    origin_of,
+    profile_files,
+    shipped_profiles,
+)
 
 
 @pytest.mark.parametrize("profile", ["smollm2", "tiny", "kimi-k2.5"])
@@ -122,3 +128,15 @@ def test_a_child_gets_what_its_stage_sets_and_little_else(monkeypatch: pytest.Mo
     assert child["CUDA_VISIBLE_DEVICES"] == "3,1"
     assert child["NCCL_ALGO"] == "Ring"
     assert "PATH" in child
+
+
+def test_the_files_of_a_chain_are_known_as_far_as_they_exist(tmp_path: Path) -> None:
+    mine, base = tmp_path / "mine.yaml", tmp_path / "more" / "base.yaml"
+    mine.write_text("extends: more/base.yaml\n")
+    assert profile_files(str(mine)) == [mine, base]
+    base.parent.mkdir()
+    base.write_text("extends: tiny\n")
+    assert profile_files(str(mine)) == [mine, base]
+    base.write_text("extends: ../mine.yaml\n")
+    assert len(profile_files(str(mine))) == 8
+    assert profile_files("tiny") == []
