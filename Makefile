@@ -12,13 +12,22 @@ ANSWERS ?=
 ENGINE ?=
 RESUME ?=
 SET ?=
+RUNTIME ?=
 PYTHON ?= python3.11
 SGLANG_PYTHON ?=
 VENV := .venv
 SGLANG := .venv-sglang
+# In containers the stages need no virtual environment on this machine.
+ifeq ($(RUNTIME),docker)
+RUN := bash docker/run.sh
+READY :=
+else
 RUN := $(VENV)/bin/python -m pipeline.cli
+READY := $(VENV)/ready
+endif
 # Overrides are split at blanks; a value with a blank goes into a profile file.
-OPTIONS = --profile "$(PROFILE)" $(foreach pair,$(SET),--set '$(pair)')
+OPTIONS = --profile "$(PROFILE)" $(foreach pair,$(SET),--set '$(pair)') \
+	$(if $(RUNTIME),--set 'run.runtime=$(RUNTIME)')
 SOURCE = $(if $(INPUT),--input "$(INPUT)") $(if $(ANSWERS),--answers "$(ANSWERS)")
 WHO = $(if $(ENGINE),--engine "$(ENGINE)")
 AGAIN = $(if $(filter 1 yes true,$(RESUME)),--resume)
@@ -36,45 +45,67 @@ help: ## What there is
 	echo "  PROFILE=name|file.yaml  INPUT=conversations  ANSWERS=file|target  RESUME=1"
 	echo "  ENGINE=transformers|sglang (of prepare's answers, of extract, of evaluate)"
 	echo "  SET='section.key=value ...'  PYTHON=python3.11     this: PROFILE=$(PROFILE)"
+	echo "  RUNTIME=local|docker (the profile's run.runtime decides; docker needs make images once)"
 
 # A stage is never "up to date" for make: asked for by name, it starts over.
 .PHONY: $(STAGES)
-target: $(VENV)/ready ## Make the target's folder (done by itself when needed)
-prepare: $(VENV)/ready ## Conversations to token ids and supervised tokens
-extract: $(VENV)/ready ## Capture the target's states for every token, proven complete
-train: $(VENV)/ready ## Train the drafter
-export: $(VENV)/ready ## Write the drafter as SGLang and vLLM load it (done by itself)
-evaluate: $(VENV)/ready ## Measure acceptance on held-out prompts
-report: $(VENV)/ready ## One HTML page and PNGs about the run
+target: $(READY) ## Make the target's folder (done by itself when needed)
+prepare: $(READY) ## Conversations to token ids and supervised tokens
+extract: $(READY) ## Capture the target's states for every token, proven complete
+train: $(READY) ## Train the drafter
+export: $(READY) ## Write the drafter as SGLang and vLLM load it (done by itself)
+evaluate: $(READY) ## Measure acceptance on held-out prompts
+report: $(READY) ## One HTML page and PNGs about the run
 $(STAGES):
 	@$(RUN) $@ $(OPTIONS) $(SOURCE) $(WHO) $(AGAIN)
 
-.PHONY: serve show verify clean-slate
-serve: $(VENV)/ready ## Serve the target with its drafter by SGLang, until Ctrl-C
+.PHONY: serve show verify clean-slate release
+serve: $(READY) ## Serve the target with its drafter by SGLang, until Ctrl-C
 	@exec $(RUN) serve $(OPTIONS) $(SOURCE) $(WHO)
-show: $(VENV)/ready ## Every setting, its value and where it comes from
+show: $(READY) ## Every setting, its value and where it comes from
 	@$(RUN) show $(OPTIONS) $(SOURCE)
-verify: $(VENV)/ready ## Re-read everything that is sealed
+verify: $(READY) ## Re-read everything that is sealed
 	@$(RUN) verify $(OPTIONS) $(SOURCE)
-clean-slate: $(VENV)/ready ## Wipe what this project owns in the run's folder
+clean-slate: $(READY) ## Wipe what this project owns in the run's folder
 	@$(RUN) clean-slate $(OPTIONS) $(SOURCE)
+release: ## End the containers that a crashed start of this run left
+	@bash docker/run.sh release $(OPTIONS) $(SOURCE)
 
-.PHONY: setup test test-quick test-sglang test-gpu sglang-cpu lint lock
+.PHONY: setup test test-quick test-sglang test-gpu test-docker sglang-cpu lint lock
 setup: $(VENV)/ready ## Install what the stages need (done by itself when needed)
 sglang-cpu: $(SGLANG)/ready ## Install real SGLang for machines without a GPU (6.4 GB)
 test: $(VENV)/ready-for-tests ## All tests but those of `make test-sglang`
-	@$(VENV)/bin/python -m pytest -q -m "not sglang and not gpu"
+	@$(VENV)/bin/python -m pytest -q -m "not sglang and not gpu and not docker and not images"
 test-quick: $(VENV)/ready-for-tests ## Tests without those that need minutes
-	@$(VENV)/bin/python -m pytest -q -m "not slow and not sglang and not gpu"
+	@$(VENV)/bin/python -m pytest -q -m "not slow and not sglang and not gpu and not docker and not images"
 test-sglang: $(VENV)/ready-for-tests $(SGLANG)/ready ## Tests with the real SGLang server
 	@$(VENV)/bin/python -m pytest -q -m sglang
 test-gpu: $(VENV)/ready-for-tests ## Tests that want two GPUs (SGLANG_PYTHON= of an interpreter with SGLang)
 	@$(VENV)/bin/python -m pytest -q -m gpu --sglang-python "$(SGLANG_PYTHON)"
-lint: $(VENV)/ready-for-tests ## ruff, mypy, shellcheck
+test-docker: $(VENV)/ready-for-tests ## Tests that run stages in containers (make images first)
+	@$(VENV)/bin/python -m pytest -q -m docker
+lint: $(VENV)/ready-for-tests ## ruff, mypy, shellcheck, hadolint
 	@$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(VENV)/bin/shellcheck docker/setup.sh docker/setup-sglang-cpu.sh .ci/run
+	$(VENV)/bin/shellcheck docker/*.sh docker/*/*.sh .ci/run
+	$(VENV)/bin/hadolint Dockerfile
+VARIANT ?= cuda
+CA ?= $(SSL_CERT_FILE)
+WHEELS ?= $(if $(wildcard $(PIP_FIND_LINKS)/),$(PIP_FIND_LINKS))
+FOR_IMAGES = --variant "$(VARIANT)" $(if $(BASE),--base "$(BASE)") $(if $(MIRROR),--mirror "$(MIRROR)") \
+	$(if $(NETWORK),--network "$(NETWORK)") $(if $(CA),--ca "$(CA)") \
+	$(if $(WHEELS),--wheels "$(WHEELS)") $(if $(PIP_CONF),--pip-conf "$(PIP_CONF)")
+.PHONY: images base
+images: ## Build the images (VARIANT=cpu|cuda BASE=name@digest NETWORK= CA= WHEELS= PIP_CONF=)
+	@bash docker/images.sh $(FOR_IMAGES)
+base: ## Build the images' base from Debian packages (MIRROR=)
+	@MIRROR="$(MIRROR)" bash docker/base/build.sh docker/base/packages.txt
+.PHONY: images-test sbom
+images-test: $(VENV)/ready-for-tests sbom ## Tests of the built images
+	@$(VENV)/bin/python -m pytest -q -m images
+sbom: ## List what the built images hold, as CycloneDX in images/
+	@bash docker/sbom.sh
 lock: $(VENV)/ready-for-tests ## Write the hash-locked requirements anew
 	@$(VENV)/bin/python docker/lock.py
 	$(VENV)/bin/python docker/lock_extractor.py
