@@ -16,6 +16,7 @@ COPY VERSION README.md pyproject.toml ./
 COPY pipeline pipeline
 RUN PYTHONDONTWRITEBYTECODE=1 /opt/cleanslate/bin/python -m pip install --quiet --no-deps --no-index \
       --no-build-isolation --no-cache-dir --prefix /package .
+LABEL cleanslate.build=trainer
 
 FROM ${BASE} AS trainer
 COPY --from=trainer-build /opt/cleanslate /opt/cleanslate
@@ -61,6 +62,7 @@ RUN install="/opt/cleanslate/bin/python -m pip install --quiet --no-deps --no-in
     else bash docker/extractor/toolkit.sh /opt/cleanslate /package/usr/local/cuda; fi
 # SGLang only logs a hook that it cannot set: here each must find its place, or there is no image.
 RUN PYTHONDONTWRITEBYTECODE=1 /opt/cleanslate/bin/python -m pipeline.capture.sglang_plugin.resolve
+LABEL cleanslate.build=extractor
 
 FROM ${EXTRACTOR_BASE} AS extractor
 COPY --from=extractor-build /opt/cleanslate /opt/cleanslate

@@ -144,4 +144,6 @@ $taken
 }
 END
 mv -- images/images.json.partial images/images.json
+# The classic builder keeps build stages, 7 GB of them, as untagged images: its cache, for a day.
+docker image prune --force --filter label=cleanslate.build --filter until=24h >/dev/null
 echo "images: images/images.json written"

@@ -11,7 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DOCKER = """#!/usr/bin/env bash
 case "$1" in
-  image) case "$4" in *Size*) echo 1000000 ;; *) echo "sha256:${6//[^a-z]/}" ;; esac ;;
+  image) echo "$*" >>"$NOTES.image"
+    case "$4" in *Size*) echo 1000000 ;; *) echo "sha256:${6//[^a-z]/}" ;; esac ;;
   run) case "${@: -1}" in *torch*) echo cpu ;; *) exit "${PYTHON_IS:-0}" ;; esac ;;
   build) ls -R docker/inputs >>"$NOTES"; echo "$*" >>"$NOTES"; eval "${BUILD_DOES:-}" ;;
 esac
@@ -69,6 +70,14 @@ def test_the_record_names_base_images_and_inputs(tree: Path) -> None:
         "docker/base/build.sh",
     }
     assert wanted <= record["inputs"].keys()
+
+
+def test_only_build_stages_of_ours_older_than_a_day_are_removed(tree: Path) -> None:
+    images(tree, "--base", BASE)
+    asked = (tree.parent / "notes.image").read_text().splitlines()
+    wanted = "image prune --force --filter label=cleanslate.build --filter until=24h"
+    assert [line for line in asked if "inspect" not in line] == [wanted]
+    assert (ROOT / "Dockerfile").read_text().count("\nLABEL cleanslate.build=") == 2
 
 
 def test_a_changed_line_of_the_package_changes_the_record(tree: Path) -> None:
