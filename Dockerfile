@@ -67,8 +67,9 @@ LABEL cleanslate.build=extractor
 FROM ${EXTRACTOR_BASE} AS extractor
 COPY --from=extractor-build /opt/cleanslate /opt/cleanslate
 COPY --from=extractor-build /package /
-ENV PATH=/opt/cleanslate/bin:/usr/local/bin:/usr/bin:/bin HOME=/tmp LOGNAME=cleanslate \
-    PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
+# The CUDA variant has nvcc, for kernels that are compiled when they are first used.
+ENV PATH=/opt/cleanslate/bin:/usr/local/cuda/bin:/usr/local/bin:/usr/bin:/bin HOME=/tmp \
+    LOGNAME=cleanslate PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
 USER 10001:10001
 WORKDIR /tmp
 HEALTHCHECK --interval=60s --timeout=30s --retries=3 \

@@ -45,13 +45,16 @@ def locked(name: str, found: Iterable[str]) -> dict[str, str]:
 
 
 def tag_of(name: str) -> str:
-    """The tag, when it is built. One of the extractor's two variants is enough."""
-    if inspect(TAGS[name]) is not None:
-        return TAGS[name]
-    others = [TAGS[one] for one in TAGS if one != name and "extractor" in one]
-    if name == "trainer" or not any(inspect(one) for one in others):
-        pytest.fail(f"no image {TAGS[name]}: make images")
-    pytest.skip(f"{TAGS[name]} is not built")
+    """The tag, when the last `make images` built it: one of the extractor's two variants, that is."""
+    path = IMAGES / "images.json"
+    made = json.loads(path.read_text("utf-8"))["images"] if path.is_file() else {}
+    recorded = made.get(name.removesuffix("-cpu"), {})
+    if recorded and "extractor" in name and ("cpu" in name) != (recorded["variant"] == "cpu"):
+        pytest.skip(f"{TAGS[name]} is not what make images built last")
+    found = inspect(TAGS[name])
+    if not recorded or found is None or found["Id"] != recorded["id"]:
+        pytest.fail(f"no image {TAGS[name]} as images.json records it: make images")
+    return TAGS[name]
 
 
 @pytest.fixture(scope="session", params=TAGS)
