@@ -45,7 +45,7 @@ def locked(name: str, found: Iterable[str]) -> dict[str, str]:
 
 
 def tag_of(name: str) -> str:
-    """The tag, when the last `make images` built it: one of the extractor's two variants, that is."""
+    """The tag, when the last `make images` built it: of the extractor, one variant of two."""
     path = IMAGES / "images.json"
     made = json.loads(path.read_text("utf-8"))["images"] if path.is_file() else {}
     recorded = made.get(name.removesuffix("-cpu"), {})
