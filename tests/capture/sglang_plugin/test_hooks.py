@@ -77,6 +77,8 @@ class Server:
         faults: Faults | None = None,
         *,
         extend: bool = True,
+        verify: bool = False,
+        drafts: bool = False,
     ) -> list[Any]:
         """One forward over rows [prefix, prefix + n) of each request; gives the receipts."""
         faults = faults or Faults()
@@ -116,14 +118,15 @@ class Server:
             )
             return types.SimpleNamespace(logits_output=output)
 
-        mode = types.SimpleNamespace(is_extend=lambda: extend, is_target_verify=lambda: False)
+        mode = types.SimpleNamespace(is_extend=lambda: extend, is_target_verify=lambda: verify)
         batch = types.SimpleNamespace(
             forward_mode=mode,
             reqs=[request for request, _, _ in parts],
             prefix_lens=[prefix for _, prefix, _ in parts],
             extend_lens=[n for _, _, n in parts],
         )
-        self.capture.around_forward(forward, types.SimpleNamespace(), batch)
+        worker = types.SimpleNamespace(is_draft_worker=drafts)
+        self.capture.around_forward(forward, worker, batch)
         info = output.customized_info
         return info[RECEIPT] if info else []
 
@@ -206,6 +209,40 @@ def refusal(server: Server, receipts: list[Any]) -> tuple[str, str]:
     assert not list(server.folder.glob("*.safetensors*"))
     assert not [path for path in server.folder.iterdir() if "safetensors" in path.name]
     return receipt["reason"], receipt["detail"]
+
+
+@pytest.mark.parametrize("what", ["verify", "drafts"])
+def test_passes_of_a_drafter_are_left_alone(tmp_path: Path, what: str) -> None:
+    server = Server(tmp_path)
+    assert server.forward([(prompt(5), 0, 5)], **{what: True}) == []
+    assert list(tmp_path.glob("*safetensors*")) == []
+
+
+def test_a_request_that_lost_a_span_is_refused_and_leaves_no_file(tmp_path: Path) -> None:
+    server, request = Server(tmp_path), prompt(8)
+    server.forward([(request, 0, 4)])
+    server.capture._requests._open[request.rid].spans.clear()
+    (receipt,) = server.forward([(request, 4, 4)])
+    assert (receipt["ok"], receipt["reason"]) == (False, "row_count")
+    assert receipt["detail"] == "4 rows for 8 tokens"
+    server.capture.stop()
+    assert list(tmp_path.glob("*safetensors*")) == []
+
+
+def test_taps_beyond_the_model_are_refused(tmp_path: Path) -> None:
+    decoder = types.SimpleNamespace(
+        layers=[0, 1, 2], layers_to_capture=[], set_eagle3_layers_to_capture=lambda _ids: None
+    )
+    runner = types.SimpleNamespace(is_draft_worker=False, model=decoder, device="cpu")
+    with pytest.raises(PluginError, match=r"taps \[1, 2, 3\]; wanted layers under 3"):
+        Server(tmp_path).capture.after_backends(None, runner)
+
+
+def test_another_sglang_gets_no_hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLEANSLATE_CAPTURE", str(tmp_path / "capture.json"))
+    monkeypatch.setattr(hooks, "version", lambda _name: "0.5.24")
+    with pytest.raises(PluginError, match=r"SGLang 0\.5\.24; wanted one of 0\.5\.17"):
+        hooks.register()
 
 
 def test_rows_from_the_prefix_cache_are_refused(tmp_path: Path) -> None:
