@@ -138,6 +138,7 @@ def test_a_fault_that_stays_is_refused_with_what_the_server_said(start: Start) -
         ("http400", "request", "too long"),
         ("refuse", "retracted", "prefilled again"),
         ("cached", "prefix_cache", "3 of 5 tokens came from the prefix cache"),
+        ("fewer_tokens", "row_count", "the server ran 4 of 5 tokens"),
         ("no_receipt", "no_receipt", "the capture plugin did not run"),
         ("other_id", "other_reply", "somebody"),
         ("other_receipt", "other_reply", "somebody"),

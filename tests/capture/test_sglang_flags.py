@@ -74,6 +74,7 @@ GOOD = {
         ({"disable_cuda_graph": False}, "--disable-cuda-graph"),
         ({"chunked_prefill_size": 128}, "--chunked-prefill-size"),
         ({"pp_size": 2}, "--pp-size"),
+        ({"enable_mixed_chunk": True, "speculative_algorithm": "EAGLE3"}, "--enable-mixed-chunk"),
     ],
 )
 def test_a_running_flag_that_loses_rows_is_named(change: dict[str, object], names: str) -> None:

@@ -118,6 +118,8 @@ class Handler(BaseHTTPRequestHandler):
             receipt |= {"ok": False, "reason": "retracted", "detail": "prefilled again"}
         if fault == "cached":
             meta["cached_tokens"] = 3
+        if fault == "fewer_tokens":
+            meta["prompt_tokens"] -= 1
         if fault == "other_id":
             meta["id"] = f"{self.script['prefix']}somebody-1"
         if fault == "other_receipt":
