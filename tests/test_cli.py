@@ -37,7 +37,7 @@ def test_in_a_container_it_is_not_handed_over_again(tmp_path: Path) -> None:
     facts = tmp_path / "images.json"
     facts.write_text(
         '{"version": "1", "commit": "c0ffee", "dirty": true, "base": {"id": "sha256:b"},'
-        ' "images": {"trainer": {"id": "sha256:t"}}}'
+        ' "images": {"trainer": {"id": "sha256:t"}}, "inputs": {"VERSION": "aa"}}'
     )
     done = subprocess.run(
         [
@@ -49,7 +49,8 @@ def test_in_a_container_it_is_not_handed_over_again(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     manifest = cli.Manifest.read(tmp_path / "boxed" / "target")
     assert manifest.provenance["image"] == {
-        "name": "cleanslate-trainer:1", "id": "sha256:t", "base": "sha256:b"
+        "name": "cleanslate-trainer:1", "id": "sha256:t", "base": "sha256:b",
+        "inputs": {"VERSION": "aa"},
     }  # fmt: skip
     assert manifest.provenance["commit"] == "c0ffee+changes"
     assert '"container": "box-1"' in (tmp_path / "boxed" / ".lock").read_text()

@@ -13,21 +13,28 @@ _SUFFIXES = (".py", ".yaml", ".jsonl", ".j2")  # what of the package decides wha
 
 @dataclass(frozen=True)
 class Image:
-    """One image: its name, the id that the engine gave it, and what it was built for."""
+    """One image: its name, the id that the engine gave it, and what it was built for.
+
+    base: id of the image that it was built on.
+    """
 
     name: str
     id: str
     variant: str
+    base: str
 
 
 @dataclass(frozen=True)
 class BuiltImages:
-    """What `make images` built: from which version and commit, on which base."""
+    """What `make images` built: from which version and commit.
+
+    inputs: sha256 of each file that decides what is in an image, and of the package as a whole.
+    """
 
     version: str
     commit: str
-    base: Mapping[str, Any]
     images: Mapping[str, Image]
+    inputs: Mapping[str, str]
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -36,11 +43,17 @@ class BuiltImages:
             value = json.loads(path.read_bytes())
             version = str(value["version"])
             images = {
-                kind: Image(_name(kind, version, one), str(one["id"]), str(one.get("variant")))
+                kind: Image(
+                    _name(kind, version, one),
+                    str(one["id"]),
+                    str(one.get("variant")),
+                    # The extractor that compiles kernels has a base with a compiler.
+                    str(value.get(f"{kind}_base", value["base"])["id"]),
+                )
                 for kind, one in value["images"].items()
             }
             commit = f"{value['commit']}{'+changes' if value['dirty'] else ''}"
-            return cls(version, commit, dict(value["base"]), images)
+            return cls(version, commit, images, dict(value["inputs"]))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ContainerError(
                 f"{path}: {type(error).__name__}: {error}",
@@ -61,7 +74,8 @@ class BuiltImages:
     def provenance(self, kind: str) -> dict[str, Any]:
         """What a manifest says of the image of a kind. ContainerError when it was not built."""
         image = self.image(kind)
-        return {"name": image.name, "id": image.id, "base": self.base.get("id")}
+        inputs = dict(self.inputs)
+        return {"name": image.name, "id": image.id, "base": image.base, "inputs": inputs}
 
 
 def _name(kind: str, version: str, image: Mapping[str, Any]) -> str:

@@ -26,11 +26,13 @@ def read(folder: Path, **changes: Any) -> BuiltImages:
     return BuiltImages.read(path)
 
 
-def test_a_manifest_names_image_and_base(tmp_path: Path) -> None:
-    built = read(tmp_path)
+def test_a_manifest_names_image_base_and_inputs(tmp_path: Path) -> None:
+    built = read(tmp_path, extractor_base={"id": "sha256:jit"})
     assert built.provenance("trainer") == {
-        "name": "cleanslate-trainer:1.2.3", "id": "sha256:t", "base": "sha256:base"
+        "name": "cleanslate-trainer:1.2.3", "id": "sha256:t", "base": "sha256:base",
+        "inputs": {"VERSION": "bb"},
     }  # fmt: skip
+    assert built.provenance("extractor")["base"] == "sha256:jit"
     assert built.provenance("extractor")["name"] == "cleanslate-extractor:1.2.3-cpu"
     assert built.commit == "c0ffee"
 

@@ -32,11 +32,11 @@ def built(variant: str = "cuda") -> BuiltImages:
     return BuiltImages(
         version="9.9",
         commit="abc",
-        base={"id": "sha256:b"},
         images={
-            "trainer": Image("cleanslate-trainer:9.9", TRAINER, "None"),
-            "extractor": Image("cleanslate-extractor:9.9", EXTRACTOR, variant),
+            "trainer": Image("cleanslate-trainer:9.9", TRAINER, "None", "sha256:b"),
+            "extractor": Image("cleanslate-extractor:9.9", EXTRACTOR, variant, "sha256:b"),
         },
+        inputs={},
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pipeline.containers.plan import STAGES
+from pipeline.slate.files import sha256_file
 from pipeline.slate.manifest import Manifest
 from tests.containers.launcher import ROOT, ContainerRun, docker, good, local, press_ctrl_c, refused
 
@@ -38,6 +39,9 @@ def test_manifests_name_the_image_that_made_them(whole: ContainerRun) -> None:
     image = Manifest.read(whole.folder / "train").provenance["image"]
     assert image["name"].startswith("cleanslate-trainer:")
     assert docker("image", "inspect", "--format", "{{.Id}}", image["id"]).strip() == image["id"]
+    assert image["inputs"]["docker/trainer/requirements.txt"] == sha256_file(
+        ROOT / "docker" / "trainer" / "requirements.txt"
+    )
     label = '{{index .Config.Labels "org.opencontainers.image.revision"}}'
     commit = docker("image", "inspect", "--format", label, image["id"]).strip()
     assert str(Manifest.read(whole.folder / "train").provenance["commit"]).startswith(commit)
