@@ -94,6 +94,7 @@ def greedy_batch(
     )  # [B, width]
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     cache = DynamicCache(config=model.config)
+    cached = with_cache(model, cache)
     alive = list(range(len(prompts)))  # which prompt each row of the batch is
     written: list[list[int]] = [[] for _ in prompts]
     for _ in range(max_new_tokens):
@@ -102,7 +103,7 @@ def greedy_batch(
             attention_mask=mask,
             position_ids=positions,
             use_cache=True,
-            **with_cache(model, cache),
+            **cached,
             logits_to_keep=1,
         ).logits[:, -1]
         chosen = logits.argmax(dim=-1)  # [B]; the lowest id of equal logits

@@ -31,6 +31,7 @@ class TargetPasses:
                 wanted="full attention in every layer, whose cache can be cut back",
                 next_step="evaluate this target on the server that will serve it",
             )
+        self._with_cache = with_cache(target, self._cache)
 
     @property
     def length(self) -> int:
@@ -44,7 +45,7 @@ class TargetPasses:
         output = self._target(
             input_ids=torch.tensor([list(tokens)], device=device),
             use_cache=True,
-            **with_cache(self._target, self._cache),
+            **self._with_cache,
             logits_to_keep=last,
         )
         logits: Tensor = output.logits[0]

@@ -9,9 +9,9 @@ from typing import Any
 class Place:
     """What manifests and locks say of the place.
 
-    image: name, id and base of the container's image; None on the host itself. commit: the one that
-    the image was built from (no git in there). container: its name, for a process id of it means
-    nothing outside.
+    image: name, id, base and inputs of the container's image; None on the host itself. commit: the
+    one that the image was built from (no git in there). container: its name, for a process id of it
+    means nothing outside.
     """
 
     image: Mapping[str, Any] | None = None

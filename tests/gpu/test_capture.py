@@ -8,19 +8,15 @@ import pytest
 
 from pipeline.capture.collector import Wrong
 from pipeline.capture.sglang_flags import wrong_flags
-from pipeline.capture.sglang_probe import make_probes, run_probes
 from pipeline.host.gpus import read_gpus
 from pipeline.slate.stage import IDLE_MIB
 from tests.sglang.capturing import (
-    LONGEST,
-    TAPS,
     Case,
     capturing,
     difference,
     make_samples,
     reference,
 )
-from tests.sglang.tiny import HIDDEN
 
 pytestmark = pytest.mark.gpu
 
@@ -53,15 +49,7 @@ def test_every_row_is_that_of_transformers_and_the_gpus_are_empty_after(
     worst, worst_row = 0.0, 0.0
     with capturing(case, tmp_path) as rig:
         assert wrong_flags(rig.server.server_info(), chunked_prefill_tokens=64) == []
-        run_probes(
-            rig.engine,
-            make_probes(range(6, 300), chunked_prefill_tokens=64, longest=LONGEST),
-            staging=rig.staging,
-            taps=TAPS,
-            hidden_size=HIDDEN,
-            log=rig.server.log,
-            say=lambda _line: None,
-        )
+        rig.probe()
         busy = read_gpus()
         wanted = reference(rig.folder, samples)
         kept = set()

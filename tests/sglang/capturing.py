@@ -14,6 +14,7 @@ from pipeline.capture.collector import Wrong, collect
 from pipeline.capture.contract import Answer, GroupDone, Receipt, Refusal, Request
 from pipeline.capture.sglang_engine import SglangEngine
 from pipeline.capture.sglang_flags import server_environment, server_flags
+from pipeline.capture.sglang_probe import make_probes, run_probes
 from pipeline.capture.sglang_server import SglangServer
 from pipeline.capture.staging import Staging
 from pipeline.settings.environment import child_environment, stage_environment
@@ -81,6 +82,18 @@ class Rig:
             taps=TAPS,
             hidden_size=HIDDEN,
             timeout_seconds=0.0,  # a receipt is handed on when its file is whole
+        )
+
+    def probe(self) -> list[str]:
+        """Runs the start-up probes, as the extract stage does; what each of them showed."""
+        return run_probes(
+            self.engine,
+            make_probes(range(6, 300), chunked_prefill_tokens=self.case.chunk, longest=LONGEST),
+            staging=self.staging,
+            taps=TAPS,
+            hidden_size=HIDDEN,
+            log=self.server.log,
+            say=lambda _line: None,
         )
 
     def writers(self) -> int:

@@ -10,10 +10,8 @@ from pipeline.capture.collector import Wrong
 from pipeline.capture.contract import Receipt, Refusal
 from pipeline.capture.errors import CaptureError
 from pipeline.capture.sglang_flags import wrong_flags
-from pipeline.capture.sglang_probe import make_probes, run_probes
 from tests.sglang.capturing import (
     LONGEST,
-    TAPS,
     Case,
     Rig,
     capturing,
@@ -21,7 +19,6 @@ from tests.sglang.capturing import (
     make_samples,
     reference,
 )
-from tests.sglang.tiny import HIDDEN
 
 pytestmark = pytest.mark.sglang
 
@@ -56,15 +53,7 @@ def test_the_running_server_has_the_flags_it_was_given(rig: Rig) -> None:
 
 
 def test_the_probes_come_back_whole(rig: Rig) -> None:
-    lines = run_probes(
-        rig.engine,
-        make_probes(range(6, 300), chunked_prefill_tokens=rig.case.chunk, longest=LONGEST),
-        staging=rig.staging,
-        taps=TAPS,
-        hidden_size=HIDDEN,
-        log=rig.server.log,
-        say=lambda _line: None,
-    )
+    lines = rig.probe()
     assert len(lines) == (3 if rig.case.chunk < 0 else 4)
 
 
@@ -131,15 +120,7 @@ def test_a_prefix_cache_is_seen_in_the_server_s_own_flags(cached: Rig) -> None:
 
 def test_a_prefix_cache_is_named_by_the_probes(cached: Rig) -> None:
     with pytest.raises(CaptureError, match=r"same prompt again.*at fault: --disable-radix-cache"):
-        run_probes(
-            cached.engine,
-            make_probes(range(6, 300), chunked_prefill_tokens=64, longest=LONGEST),
-            staging=cached.staging,
-            taps=TAPS,
-            hidden_size=HIDDEN,
-            log=cached.server.log,
-            say=lambda _line: None,
-        )
+        cached.probe()
 
 
 def test_a_cached_prefix_is_refused_and_leaves_no_file(cached: Rig) -> None:
