@@ -1,147 +1,93 @@
-"""Draft head and loss in row chunks: no tensor of rows x draft vocabulary outlives its chunk.
+"""Draft head and loss in chunks of rows: no tensor of rows x draft vocabulary outlives its chunk.
 
-Gradients of the head and of its input are made in forward, while a chunk's logits are at hand, and
-scaled in backward. Asked rows are visited by *teacher* row: row t at step k is judged by the
-target's state at row t + 1 + k, so the teacher's product with its head is made once for up to K
-of them.
+The head's gradient and that of its input are made while a chunk's logits are at hand. Asked rows
+are visited in order of their *teacher* row: row t at step k is judged by the target's state at row
+t + 1 + k, so the teacher's product with its head is made once for up to K of them.
 """
 
-import dataclasses
-from typing import Any, Literal
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-LossKind = Literal["kl", "tv"]
+from pipeline.draft.chain import ChainPlan
+from pipeline.draft.products import add_product
+from pipeline.draft.weights import FINAL_NORM, Weights
+from pipeline.kernels.judge import LossKind, judge
+from pipeline.kernels.rows import rms_norm, rms_norm_backward
 
-TEACHER_ROWS = {"cpu": 384, "cuda": 2048}
-"""Teacher rows a chunk. CPU: 384 x 8192 float32 logits, twice, stay in a 32 MiB L3 cache."""
+ASKED_ROWS = {"cpu": 512, "cuda": 8192}
+"""Asked rows a chunk. CPU: 512 x 8192 float32 logits stay in a 32 MiB L3 cache. CUDA: 512 MiB of
+logits for a draft vocabulary of 32,000, and products large enough to fill the device."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class LossInputs:
-    """What the head is judged on; A asked rows in step order, S teacher rows.
+def chunks(plan: ChainPlan, *, most: int) -> Iterator[tuple[slice, slice]]:
+    """Slices of teachers and of the asked rows they judge, each of at most about `most` rows."""
+    teachers = len(plan.judged) - 1
+    size = max(1, most // max(1, len(plan.steps)))  # a teacher judges at most one row a step
+    for low in range(0, teachers, size):
+        high = min(low + size, teachers)
+        yield slice(low, high), slice(int(plan.judged[low]), int(plan.judged[high]))
 
-    teacher [S, Ht]: final states, in row order. teacher_head [D, Ht]. chunks: for each chunk
-    of teacher rows [low, high): per step, the asked rows [first, last) judged by them.
-    judge int64 [A]: teacher row of each asked row, rising within a step.
-    label int64 [A]: draft id of the label, -1 outside the draft vocabulary.
-    weights: decay ** k, one a step.
+
+def head_loss(
+    weights: Weights,
+    output: Tensor,
+    plan: ChainPlan,
+    *,
+    eps: float,
+    final: Tensor,
+    teacher_head: Tensor,
+    labels: Tensor,
+    kind: LossKind,
+    gradients: Weights | None,
+    scale: float,
+    fresh: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Sums of the loss, and its slopes by `output` [M, H] when gradients are wanted.
+
+    output: the layer's, of the whole stack. final [S, Ht], teacher_head [D, Ht]. labels int64 [A]:
+    draft id of each asked pair's label, -1 outside the draft vocabulary.
+    Sums float64 [5, K], by step: count, correct, overlap, outside, unweighted loss. gradients:
+    those of the head and of the final norm are added, times `scale`; the head's is written when
+    `fresh`.
     """
-
-    teacher: Tensor
-    teacher_head: Tensor
-    chunks: tuple[tuple[int, int, tuple[tuple[int, int], ...]], ...]
-    judge: Tensor
-    label: Tensor
-    weights: tuple[float, ...]
-    kind: LossKind
-
-
-def plan_chunks(
-    judges: list[Tensor], teachers: int, *, rows: int
-) -> tuple[tuple[int, int, tuple[tuple[int, int], ...]], ...]:
-    """Chunks of at most `rows` teacher rows with the asked rows of each step.
-
-    judges: per step, int64 [A_k], rising teacher rows. teachers: S.
-    """
-    edges = torch.arange(0, teachers + rows, rows).clamp(max=teachers)
-    offset, per_step = 0, []
-    for judge in judges:
-        cut = torch.searchsorted(judge.cpu(), edges) + offset
-        per_step.append(cut.tolist())
-        offset += judge.shape[0]
-    bounds = edges.tolist()
-    return tuple(
-        (bounds[c], bounds[c + 1], tuple((cut[c], cut[c + 1]) for cut in per_step))
-        for c in range(len(bounds) - 1)
-        if bounds[c] < bounds[c + 1]
-    )
-
-
-def head_loss(hidden: Tensor, head: Tensor, inputs: LossInputs) -> tuple[Tensor, Tensor]:
-    """Weighted loss sum (scalar, float32 or wider, with graph) and sums [3, K] float64 by step.
-
-    hidden [A, H]: normed states of the asked rows, in step order. head [D, H].
-    Sums: unweighted loss, correct, overlap. kl: soft cross-entropy -sum p log q, which is
-    KL(p || q) plus the teacher's own entropy, a constant. tv: 1 - sum min(p, q).
-    """
-    learns = torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad)
-    loss, sums = _HeadLoss.apply(hidden, head, inputs, learns)  # type: ignore[no-untyped-call]
-    return loss, sums
-
-
-class _HeadLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, inputs: LossInputs, learns: bool
-    ) -> tuple[Tensor, Tensor]:
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        sums = torch.zeros(3, len(inputs.weights), dtype=torch.float64, device=hidden.device)
-        d_hidden = torch.empty_like(hidden) if learns else None
-        d_head = torch.zeros_like(head, dtype=wide) if learns else None
-        for low, high, parts in inputs.chunks:
-            p = functional.linear(inputs.teacher[low:high], inputs.teacher_head).softmax(
-                -1, dtype=wide
-            )
-            for k, (first, last) in enumerate(parts):
-                if first == last:
-                    continue
-                rows = slice(first, last)
-                judge = inputs.judge[rows] - low
-                whole = last - first == high - low
-                logits = functional.linear(hidden[rows], head)
-                slope, facts = _judge(
-                    logits, p if whole else p[judge], inputs.label[rows], kind=inputs.kind
-                )
-                sums[:, k] += facts
-                if d_hidden is None or d_head is None:
-                    continue
-                slope = slope.to(head.dtype)
-                torch.mm(slope, head, out=d_hidden[rows])
-                d_hidden[rows] *= inputs.weights[k]
-                _accumulate(d_head, slope, hidden[rows] * inputs.weights[k])
-        loss = sums[0] @ torch.tensor(inputs.weights, dtype=sums.dtype, device=sums.device)
-        if d_hidden is not None and d_head is not None:
-            ctx.save_for_backward(d_hidden, d_head)
-        ctx.mark_non_differentiable(sums)
-        ctx.head_dtype = head.dtype
-        return loss.to(wide), sums
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        d_hidden, d_head = ctx.saved_tensors
-        given = gradients[0]
-        return d_hidden * given.to(d_hidden.dtype), (d_head * given).to(ctx.head_dtype), None, None
-
-
-def _judge(logits: Tensor, p: Tensor, label: Tensor, *, kind: LossKind) -> tuple[Tensor, Tensor]:
-    """Slope of the unweighted loss by logit [r, D], and [loss, correct, overlap] summed, float64.
-
-    logits [r, D]; p [r, D]: teacher's probabilities, wide dtype; label int64 [r].
-    """
-    logits = logits.to(p.dtype)
-    top, best = logits.max(-1)
-    q = logits.softmax(-1)
-    # The log-sum-exp from the largest entry: exact enough (q there is at least 1 / D), and one
-    # pass over the chunk less than torch.logsumexp.
-    lse = top - q.gather(-1, best[:, None]).squeeze(-1).log()
-    cross = (p[:, None] @ logits[..., None]).flatten()  # sum of p * logit, without a product tensor
-    gap = q - p if kind == "tv" else q.sub_(p)  # kl needs q no more: no third chunk is made
-    apart = torch.linalg.vector_norm(gap, ord=1, dim=-1) / 2
-    if kind == "kl":
-        loss, slope = lse - cross, gap
-    else:
-        loss, pull = apart, gap.sign_().div_(2)
-        slope = q * (pull - (q[:, None] @ pull[..., None]).squeeze(-1))
-    facts = (loss, best == label, 1 - apart)
-    return slope, torch.stack([fact.sum(dtype=torch.float64) for fact in facts])
-
-
-def _accumulate(total: Tensor, slope: Tensor, hidden: Tensor) -> None:
-    """Adds slope^T hidden to total [D, H], the sum in total's dtype."""
-    if total.dtype == slope.dtype:
-        total.addmm_(slope.T, hidden)
-    else:
-        total += slope.T @ hidden
+    device, dtype = output.device, output.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    K = len(plan.counts)
+    facts = torch.zeros(3, K, dtype=torch.float64, device=device)
+    slopes = None if gradients is None else torch.zeros_like(output)
+    factor = (plan.decay ** plan.asked_step.to(torch.float64) * scale).to(wide)
+    norm = weights.norms[FINAL_NORM]
+    most = ASKED_ROWS["cpu" if device.type == "cpu" else "cuda"]
+    for teachers, asked in chunks(plan, most=most):
+        places = plan.asked[asked]
+        normed = torch.empty(len(places), output.shape[1], dtype=dtype, device=device)
+        scales = torch.empty(len(places), dtype=wide, device=device)
+        rms_norm(output, norm, eps=eps, index=places, out=normed, scale=scales)
+        logits = normed @ weights.head.T
+        judge(
+            logits,
+            final[teachers] @ teacher_head.T,
+            plan.judge[asked] - teachers.start,
+            labels[asked],
+            factor[asked],
+            plan.asked_step[asked],
+            sums=facts,
+            kind=kind,
+            learns=gradients is not None,
+        )
+        if gradients is None or slopes is None:
+            continue
+        add_product(gradients.head, logits.T, normed, fresh=fresh and teachers.start == 0)
+        rms_norm_backward(
+            logits @ weights.head, output, norm, scales,
+            index=places, at=places,
+            out=slopes, weight_gradient=gradients.norms[FINAL_NORM],
+        )  # fmt: skip
+    outside = torch.zeros(K, dtype=torch.float64, device=device)
+    outside.index_add_(0, plan.asked_step, (labels < 0).to(torch.float64))
+    count = torch.ones_like(factor, dtype=torch.float64)
+    counts = torch.zeros_like(outside).index_add_(0, plan.asked_step, count)
+    loss, correct, overlap = facts
+    return torch.stack([counts, correct, overlap, outside, loss]), slopes

@@ -48,3 +48,15 @@ def rotate(x: Tensor, table: RotaryTable) -> Tensor:
     cos, sin = table
     low, high = x.chunk(2, -1)
     return torch.cat([low * cos - high * sin, high * cos + low * sin], -1)
+
+
+def rotary_rows(
+    config: DrafterConfig, positions: int, *, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the positions 0..positions-1, each [positions, head_dim / 2] in `dtype`.
+
+    dtype: float32 or wider, in which the angles are made too.
+    """
+    turns = frequencies(config, dtype=dtype, device=device)
+    angle = torch.arange(positions, dtype=dtype, device=device)[:, None] * turns
+    return angle.cos(), angle.sin()

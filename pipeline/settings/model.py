@@ -267,6 +267,9 @@ class TrainSettings(Section):
     seed: int = 0
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision of matrix products; master weights are always float32."""
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of gradients on their way between ranks; bfloat16 halves what travels and rounds
+    each rank's share once, which pays where GPUs are joined by PCIe."""
     ranks: int = Field(default=1, ge=1, le=64)
     """Processes that train together; with GPUs, one a GPU."""
     gpus: GpuIndexes = ()

@@ -152,6 +152,7 @@ class TrainStage:
             tokens_per_step=settings.tokens_per_step,
             seed=settings.seed,
             compute_dtype=settings.compute_dtype,
+            reduce_dtype=settings.reduce_dtype,
             device=device_of(self.gpus),
             checkpoint_every_steps=settings.checkpoint_every_steps,
             keep_checkpoints=settings.keep_checkpoints,
@@ -183,6 +184,8 @@ class TrainStage:
                         progress.advance(note=note)
                     elif event["event"] == "evaluation":
                         SAY.info("%s", _evaluation_line(event))
+                    elif event["event"] == "data":
+                        SAY.warning("%s", event["line"])
                     elif event["event"] == "done":
                         write_json(workspace.output / _RESULT, event)
 

@@ -1,6 +1,9 @@
 """Reading shards back: mapped files, exact headers, tensors that are views."""
 
 import mmap
+import os
+import threading
+from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,10 +17,12 @@ from pipeline.slate.files import read_json, sha256_file, write_json
 from pipeline.store.errors import ShardDamaged, StoreError
 from pipeline.store.index import Entry, Sample, ShardIndex, sample_digest
 from pipeline.store.layout import SAMPLE_FIELDS, Field, ShardLayout, state_fields
+from pipeline.store.rows import RowFiles, open_shard
 
 TAP_CONVENTION = "tap k is the residual stream entering decoder layer k, counted from 0"
 FINAL_CONVENTION = "after the final norm"
 _FORMAT = 1
+_OPEN_MAPS = 64  # one descriptor each
 
 
 @dataclass(frozen=True)
@@ -84,26 +89,18 @@ class MappedShard:
     """One shard, mapped privately; tensors are views that share the map's memory."""
 
     def __init__(self, path: Path, *, layout: ShardLayout) -> None:
-        header = layout.header()
+        file = open_shard(path, layout=layout)
         try:
-            with path.open("rb") as file:
-                size = path.stat().st_size
-                found = file.read(len(header))
-                if size != layout.file_bytes or found != header:
-                    raise ShardDamaged(
-                        f"{path}: {size} bytes, header {'as' if found == header else 'not as'} "
-                        "its index says",
-                        wanted=f"{layout.file_bytes} bytes, {layout.rows} rows",
-                        next_step="run the stage that wrote it again",
-                    )
-                # A private map is writable for torch's sake; writes would stay in this process.
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            # A private map is writable for torch's sake; writes would stay in this process.
+            self._map = mmap.mmap(file, 0, access=mmap.ACCESS_COPY)
         except OSError as error:
             raise ShardDamaged(
                 f"{path}: {error.strerror}",
-                wanted="a readable shard",
+                wanted="a shard that can be mapped",
                 next_step="run the stage that wrote it again",
             ) from error
+        finally:
+            os.close(file)
         self._layout = layout
         self._offsets = layout.offsets()
 
@@ -121,7 +118,10 @@ class MappedShard:
 
 
 class _Folder:
-    """Shards of one kind in a folder, with their indexes, opened when first read."""
+    """Shards of one kind in a folder, with their indexes, opened when first read.
+
+    The least recently read are let go, so that thousands of shards stay within the limits.
+    """
 
     def __init__(self, folder: Path, prefix: str, *, fields: tuple[Field, ...]) -> None:
         self.folder, self.fields = folder, fields
@@ -144,15 +144,22 @@ class _Folder:
                     next_step="run the stage that wrote it again",
                 )
             seen.add(entry.id)
-        self._layouts = {index.shard: ShardLayout(fields, index.rows) for index in self.indexes}
-        self._open: dict[str, MappedShard] = {}
+        self.layouts = {index.shard: ShardLayout(fields, index.rows) for index in self.indexes}
+        self._open: OrderedDict[str, MappedShard] = OrderedDict()
+        self._lock = threading.Lock()
 
     def rows(self, entry: Entry) -> dict[str, Tensor]:
-        """Every field of one sample, as views."""
-        shard = self._open.get(entry.shard)
-        if shard is None:
-            shard = MappedShard(self.folder / entry.shard, layout=self._layouts[entry.shard])
-            self._open[entry.shard] = shard
+        """Every field of one sample, as views; they keep their map when the shard is let go."""
+        with self._lock:
+            shard = self._open.get(entry.shard)
+            if shard is None:
+                layout = self.layouts[entry.shard]
+                shard = self._open[entry.shard] = MappedShard(
+                    self.folder / entry.shard, layout=layout
+                )
+                if len(self._open) > _OPEN_MAPS:
+                    self._open.popitem(last=False)
+            self._open.move_to_end(entry.shard)
         return shard.rows(entry.offset, entry.length)
 
 
@@ -234,6 +241,10 @@ class StateDataset:
         rows = self._folder.rows(entry)
         taps = tuple(rows[f"tap_{number}"] for number in range(len(self.taps)))
         return States(rows["input_ids"], rows["supervised"], taps, rows["final"])
+
+    def row_files(self, *, direct: bool | None = None) -> RowFiles:
+        """Its files, for reading rows into memory of the caller's; direct: see RowFiles."""
+        return RowFiles(self._folder.folder, self._folder.layouts, direct=direct)
 
 
 def check_shard(folder: Path, index: ShardIndex, *, fields: tuple[Field, ...]) -> None:

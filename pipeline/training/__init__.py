@@ -5,5 +5,5 @@ float32 masters, the loop, checkpoints, metrics files, and several ranks under t
 Promises that the loss of an optimizer step is normalised over all its packs on all ranks, that a
 checkpoint is complete or invisible, that a resumed run on a CPU gives the same losses bit for bit,
 and that non-finite numbers stop the run before they touch the weights.
-May import draft, store, target, slate and faults.
+May import draft, store, target, slate, settings, kernels and faults.
 """

@@ -67,7 +67,7 @@ class Checkpoint:
         return {n: t for n, t in tensors.items() if n not in ("d2t", "t2d")}, vocabulary
 
     def optimizer(self) -> dict[str, Tensor]:
-        """Moments and the number of updates, as `MasterAdamW.state_tensors` names them."""
+        """Moments and the number of updates, as `MasterAdamW.gather` names them."""
         return load_file(self.folder / OPTIMIZER)
 
     def refuse_other(self, *, data: Mapping[str, Any], settings: Mapping[str, Any]) -> None:

@@ -26,25 +26,25 @@ def evaluate(
     packs = [packing.samples(pack) for pack in range(ranks.rank, packing.packs, ranks.world)]
 
     def work() -> torch.Tensor:
-        metrics, loss, weight = StepMetrics.zeros(computation.steps), 0.0, 0.0
+        sums = torch.zeros(5, computation.steps, dtype=torch.float64, device=ranks.device)
+        losses, weight = [sums.new_zeros(())], 0.0
         orders = [PackOrder(samples) for samples in packs]
-        with torch.no_grad(), packs_ahead(reader, orders) as ready_packs:
+        with packs_ahead(reader, orders) as ready_packs:
             for ready in ready_packs:
                 result = computation.loss(ready.pack)
-                value = float(result.loss.detach())
-                if not math.isfinite(value):
-                    raise NonFinite(
-                        f"loss {value} on held-out samples {reader.names(ready.samples, most=20)}",
-                        wanted="a finite loss",
-                        next_step="check these samples' states: make verify",
-                    )
-                metrics, loss, weight = (
-                    metrics + result.metrics,
-                    loss + value,
-                    weight + result.weight,
+                losses.append(result.loss.double())
+                weight += result.weight
+                sums += result.sums
+        found = torch.stack(losses).cpu()  # the device is waited for once
+        for samples, value in zip(packs, found[1:].tolist(), strict=True):
+            if not math.isfinite(value):
+                raise NonFinite(
+                    f"loss {value} on held-out samples {reader.names(samples, most=20)}",
+                    wanted="a finite loss",
+                    next_step="check these samples' states: make verify",
                 )
-        scalars = torch.tensor([loss, weight], dtype=torch.float64)
-        return torch.cat([scalars, metrics.to_tensor().flatten()])
+        scalars = torch.stack([found.sum(), torch.tensor(weight, dtype=torch.float64)])
+        return torch.cat([scalars, sums.cpu().flatten()])
 
     total = ranks.sum(ranks.together(work, doing="evaluation on held-out samples"))
     loss, weight = total[:2].tolist()

@@ -17,10 +17,11 @@ from pipeline.training.start import Run, start_run
 from pipeline.training.step import run_step
 
 Emit = Callable[[Mapping[str, Any]], None]
+_DATA_SECONDS = 30.0  # over which waiting for data is judged
 
 
 def train(request: TrainRequest, emit: Emit) -> None:
-    """Trains as asked; on rank 0 `emit` gets the events plan, step, evaluation, checkpoint, done.
+    """Trains as asked; on rank 0 `emit` gets plan, step, evaluation, data, checkpoint, done.
 
     Leaves output/checkpoints/step-*, metrics.jsonl and tensorboard/. Under torchrun every rank
     calls this. Errors: TrainingError and the faults of draft, store and target.
@@ -66,7 +67,7 @@ def _plan_event(
         "samples": len(plan.samples),
         "tokens": int(plan.lengths[plan.samples].sum()),
         "held_out_samples": 0 if run.held_out is None else len(run.held_out.order),
-        "parameters": run.optimizer.gradient.numel(),
+        "parameters": run.optimizer.parameters,
         "world": ranks.world,
         "resumed_at": run.done_steps,
         "steps_without_metrics": lacking,
@@ -110,7 +111,7 @@ def _train(run: Run, ranks: Ranks, *, emit: Emit, log: MetricsLog | None) -> Non
 
     if run.resumed is None:
         held_out = measure(0, 0)
-    step = run.done_steps
+    step, judged = run.done_steps, time.perf_counter()
     with packs_ahead(run.reader, _orders(run, ranks)) as packs:
         for epoch, number, packing in run.plan.from_step(step):
             start = time.perf_counter()
@@ -144,6 +145,10 @@ def _train(run: Run, ranks: Ranks, *, emit: Emit, log: MetricsLog | None) -> Non
                 **summary(result.metrics),
             }
             note(event)
+            if time.perf_counter() - judged > _DATA_SECONDS or step == total:
+                judged, line = time.perf_counter(), packs.flow().line()
+                if line is not None:
+                    emit({"event": "data", "step": step, "line": line})
             if number + 1 == packing.steps:
                 held_out = measure(step, epoch + 1)
             every = request.checkpoint_every_steps
@@ -173,15 +178,14 @@ def _checkpoint(
     log: MetricsLog | None,
 ) -> str:
     """Rank 0 writes and prunes; all ranks look that they still hold the same weights."""
-    masters = run.optimizer.model_tensors()
-    mark = sum(float(tensor.sum(dtype=torch.float64)) for tensor in masters.values())
-    if not ranks.same(mark):
+    if not ranks.same(run.optimizer.mark()):
         raise TrainingError(
             f"step {position.step}: rank {ranks.rank} holds other weights than its peers",
             wanted="the same weights on every rank",
             next_step="check the GPUs (dmesg, ECC counters), then make train RESUME=1",
         )
     folder = run.request.output / "checkpoints"
+    masters, state = run.optimizer.gather()  # by all ranks; only rank 0 gets something
 
     def write() -> str:
         if log is None:
@@ -192,7 +196,7 @@ def _checkpoint(
             position=position,
             seed=run.request.seed,
             model=masters,
-            optimizer=run.optimizer.state_tensors(),
+            optimizer=state,
             vocabulary=run.computation.vocabulary,
             data=run.data,
             settings=run.request.mathematics(),

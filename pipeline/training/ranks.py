@@ -1,7 +1,8 @@
 """Several processes that train one drafter: who they are, what they add up, how they stop together.
 
 torchrun starts one process a rank and says who it is in RANK, LOCAL_RANK, WORLD_SIZE and MASTER_*.
-Small facts always travel over gloo on the CPU; gradients over the device's own backend.
+Small facts always travel over gloo on the CPU, so that ranks can agree to stop while their devices
+are busy; what travels between devices is in `exchange`.
 """
 
 import json
@@ -38,22 +39,16 @@ class Ranks:
         if self.world == 1:
             return values
         total = values.clone()
-        with _peers(self):
+        with lost_peers(self):
             dist.all_reduce(total, group=self._control)
         return total
 
-    def sum_gradients(self, gradient: Tensor) -> None:
-        """Sums a gradient buffer over ranks, in place."""
-        if self.world > 1:
-            with _peers(self):
-                dist.all_reduce(gradient)
-
-    def same(self, value: float) -> bool:
-        """Whether every rank holds exactly this value."""
+    def same(self, value: int) -> bool:
+        """Whether every rank holds this value."""
         if self.world == 1:
             return True
-        ends = torch.tensor([value, -value], dtype=torch.float64)
-        with _peers(self):
+        ends = torch.tensor([value, -value])
+        with lost_peers(self):
             dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self._control)
         return bool(ends[0] == -ends[1])
 
@@ -68,7 +63,7 @@ class Ranks:
             return
         failed = torch.zeros(self.world, dtype=torch.int64)
         failed[self.rank] = problem is not None
-        with _peers(self):
+        with lost_peers(self):
             dist.all_reduce(failed, group=self._control)
             if not failed.any():
                 return
@@ -83,13 +78,15 @@ class Ranks:
     def together(self, work: Callable[[], T], *, doing: str) -> T:
         """Runs this rank's part of something; all ranks go on from it, or none does.
 
-        work must not talk to other ranks. An error that is no Fault becomes a TrainingError saying
-        what was being done.
+        Within work, all ranks may agree that none has failed so far; otherwise it must not wait for
+        others. An error that is no Fault becomes a TrainingError saying what was being done.
         """
         problem: Fault | None = None
         result: list[T] = []
         try:
             result.append(work())
+        except RankError:
+            raise  # of another rank: who has it said so, and waits for nobody
         except Fault as error:
             problem = error
         except Exception as error:
@@ -127,7 +124,11 @@ def join_ranks(device: str) -> Iterator[Ranks]:
         return
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=_TIMEOUT)
     control = dist.new_group(backend="gloo", timeout=_TIMEOUT)
-    yield Ranks(rank, world, chosen, control)
+    ranks = Ranks(rank, world, chosen, control)
+    with lost_peers(ranks):
+        # Connects the devices now: later, a rank that fails meanwhile would leave the others here.
+        dist.all_reduce(torch.zeros(1, device=chosen))
+    yield ranks
     # Not reached on an error: tearing down while a peer is gone may hang; the process ends anyway.
     dist.destroy_process_group()
 
@@ -144,7 +145,7 @@ def _environment() -> dict[str, int]:
 
 
 @contextmanager
-def _peers(ranks: Ranks) -> Iterator[None]:
+def lost_peers(ranks: Ranks) -> Iterator[None]:
     """Turns a broken connection into a fault that says which rank noticed."""
     try:
         yield

@@ -31,7 +31,8 @@ class TrainRequest:
     decay**k. loss: "kl" or "tv". warmup_share, final_learning_rate_share: shares of all optimizer
     steps and of the learning rate. tokens_per_pack, tokens_per_step: upper bounds in tokens over
     all ranks (a sample longer than a pack gets its own). checkpoint_every_steps: 0 leaves only the
-    last. clip_norm: 0 turns clipping off. threads: CPU threads of each rank.
+    last. clip_norm: 0 turns clipping off. reduce_dtype: of gradients on their way between ranks; a
+    matter of mathematics, though one rank alone never rounds. threads: CPU threads of each rank.
     """
 
     dataset: Path
@@ -56,6 +57,7 @@ class TrainRequest:
     tokens_per_step: int = 2048
     seed: int = 0
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     device: Literal["cpu", "cuda"] = "cpu"
     checkpoint_every_steps: int = 0
     keep_checkpoints: int = 2
@@ -156,5 +158,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "loss": ("kl", "tv"),
     "schedule": ("cosine", "linear"),
     "compute_dtype": ("float32", "bfloat16"),
+    "reduce_dtype": ("float32", "bfloat16"),
     "device": ("cpu", "cuda"),
 }

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from pipeline.draft.ttt import Frozen
 from pipeline.training.batches import PackReader
 from pipeline.training.checkpoint import Checkpoint, newest_complete
 from pipeline.training.errors import CheckpointError
@@ -55,19 +56,27 @@ def start_run(request: TrainRequest, ranks: Ranks) -> tuple[Run, list[tuple[str,
     )
     resumed, passed_over = _find_checkpoint(request, material)
     dtype = _DTYPES[request.compute_dtype]
-    model = material.drafter(request.seed).to(ranks.device)
+    model = material.drafter(request.seed)
     optimizer = MasterAdamW(
-        model, dtype=dtype, betas=request.betas, weight_decay=request.weight_decay
+        model,
+        dtype=dtype,
+        ranks=ranks,
+        betas=request.betas,
+        weight_decay=request.weight_decay,
+        reduce_dtype=_DTYPES[request.reduce_dtype],
     )
     if resumed is not None:
         optimizer.restore(resumed.model()[0], state=resumed.optimizer())
     computation = Computation(
         model,
-        material.embedding.to(ranks.device),
-        material.teacher_head.to(ranks.device, dtype),
+        optimizer.weights,
+        Frozen.of(
+            material.embedding.to(ranks.device),
+            material.teacher_head.to(ranks.device, dtype),
+            material.vocabulary,
+        ),
         material.vocabulary,
         request.steps,
-        request.decay,
         request.loss,
     )
     reader = PackReader(
@@ -76,7 +85,7 @@ def start_run(request: TrainRequest, ranks: Ranks) -> tuple[Run, list[tuple[str,
         vocabulary_size=material.vocabulary.target_size,
         steps=request.steps,
         decay=request.decay,
-        pinned=ranks.device.type == "cuda",
+        device=ranks.device,
     )
     run = Run(
         request,

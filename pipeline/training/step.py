@@ -1,17 +1,18 @@
 """One optimizer step: every pack's share of the loss, one gradient over all ranks, one update."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from pipeline.draft.model import Drafter
-from pipeline.draft.ttt import Pack, PackLoss, StepMetrics, pack_loss
+from pipeline.draft.ttt import Frozen, Pack, PackLoss, StepMetrics, pack_loss
 from pipeline.draft.vocabulary import DraftVocabulary
-from pipeline.training.batches import PackReader, ReadyPack, move
+from pipeline.draft.weights import Weights
+from pipeline.kernels.judge import LossKind
+from pipeline.training.batches import PackReader, ReadyPack
 from pipeline.training.errors import NonFinite, TrainingError
 from pipeline.training.optimizer import MasterAdamW
 from pipeline.training.packs import Indices
@@ -24,29 +25,37 @@ _WEIGHT_TOLERANCE = 1e-6  # relative; both sides are float64 sums of the same po
 class Computation:
     """A drafter with the frozen tensors and the loss it is trained by, all on one device.
 
-    embedding [V, H] in the target's dtype, teacher_head [D, H] in the compute dtype; steps, decay,
-    kind: as in `pack_loss`.
+    weights: the optimizer's, of which the model's parameters are views. steps: K. kind: as in
+    `pack_loss`.
     """
 
     model: Drafter
-    embedding: Tensor
-    teacher_head: Tensor
+    weights: Weights
+    frozen: Frozen
     vocabulary: DraftVocabulary
     steps: int
-    decay: float
-    kind: Literal["kl", "tv"]
+    kind: LossKind
 
-    def loss(self, pack: Pack) -> PackLoss:
-        """Weighted loss sum of one pack, moved to the device first."""
+    def loss(
+        self,
+        pack: Pack,
+        *,
+        gradients: Weights | None = None,
+        scale: float = 1.0,
+        fresh: bool = False,
+        finished: Callable[[str], None] | None = None,
+    ) -> PackLoss:
+        """Weighted loss sum of one pack on the device, and its gradient: see `pack_loss`."""
         return pack_loss(
-            self.model,
-            move(pack, self.embedding.device),
-            embedding=self.embedding,
-            teacher_head=self.teacher_head,
-            draft_vocabulary=self.vocabulary,
-            steps=self.steps,
-            decay=self.decay,
+            self.weights,
+            pack,
+            config=self.model.config,
+            frozen=self.frozen,
             kind=self.kind,
+            gradients=gradients,
+            scale=scale,
+            fresh=fresh,
+            finished=finished,
         )
 
 
@@ -65,24 +74,37 @@ class StepResult:
     updated: bool
 
 
-class _Sums:
-    """What one rank adds up in a step; every rank gets the same totals."""
+class _Share:
+    """What one rank's packs of a step give. losses: one scalar a pack, on the device, like sums."""
 
-    def __init__(self, steps: int) -> None:
-        self.metrics = StepMetrics.zeros(steps)
-        self.loss = self.weight = self.planned = 0.0
+    def __init__(self, steps: int, device: torch.device) -> None:
+        self.losses: list[Tensor] = []
+        self.sums = torch.zeros(5, steps, dtype=torch.float64, device=device)
+        self.weight = self.planned = 0.0
         self.tokens = 0
 
-    def over(self, ranks: Ranks) -> None:
-        """Replaces the sums by those over all ranks."""
-        scalars = [self.loss, self.weight, float(self.tokens), self.planned]
-        mine = torch.cat(
-            [torch.tensor(scalars, dtype=torch.float64), self.metrics.to_tensor().flatten()]
-        )
-        total = ranks.sum(mine)
-        self.loss, self.weight, tokens, self.planned = total[:4].tolist()
-        self.tokens = round(tokens)
-        self.metrics = StepMetrics.from_tensor(total[4:].view(5, -1))
+    def add(self, pack: Pack, result: PackLoss) -> None:
+        self.losses.append(result.loss.double())
+        self.sums += result.sums
+        self.weight += result.weight
+        self.tokens += len(pack.ids)
+
+    def to_add_up(self) -> Tensor:
+        """Loss, then sums, float64 [1 + 5K] on the device."""
+        loss = torch.stack([self.sums.new_zeros(()), *self.losses]).sum()
+        return torch.cat([loss.view(1), self.sums.flatten()])
+
+    def totals(self, step: int, ranks: Ranks) -> tuple[float, int]:
+        """Weight and tokens over all ranks; TrainingError when the weight is not the plan's."""
+        mine = [self.weight, self.planned, float(self.tokens)]
+        weight, planned, tokens = ranks.sum(torch.tensor(mine, dtype=torch.float64)).tolist()
+        if abs(weight - planned) > _WEIGHT_TOLERANCE * max(1.0, planned):
+            raise TrainingError(
+                f"step {step}: loss over a weight of {weight}, masks of its plan {planned}",
+                wanted="the same pairs in plan and loss",
+                next_step="this is a fault of the trainer: please report it",
+            )
+        return weight, round(tokens)
 
 
 def run_step(
@@ -102,56 +124,96 @@ def run_step(
     mine: their samples, in order; packs: the same packs, made. The loss is divided by the weight of
     the whole step, known from masks alone, so how packs are dealt to ranks and slices changes
     nothing. NonFinite (weights untouched) names the pack; an error on any rank stops all.
+
+    The host waits once, for loss and norm; the device updates the weights meanwhile.
     """
-    optimizer.zero()
-    sums = _Sums(computation.steps)
-
-    def work() -> None:
-        step_weight = 0.0
-        for number, samples in enumerate(mine):
-            ready = next(packs)
-            assert ready.samples.tolist() == samples.tolist()
-            if number == 0:
-                assert ready.step_weight is not None
-                step_weight = ready.step_weight
-                sums.planned = step_weight if ranks.rank == 0 else 0.0
-            result = computation.loss(ready.pack)
-            value = float(result.loss.detach())
-            if not math.isfinite(value):
-                raise _not_finite(f"loss {value}", step, reader.names(samples, most=20))
-            if step_weight > 0 and result.loss.requires_grad:
-                (result.loss / step_weight).backward()  # type: ignore[no-untyped-call]
-                optimizer.collect()
-            sums.loss += value
-            sums.weight += result.weight
-            sums.tokens += len(ready.pack.ids)
-            sums.metrics += result.metrics
-
-    ranks.together(work, doing=f"step {step}, samples {_named(mine, reader)}")
-    sums.over(ranks)
-    if abs(sums.weight - sums.planned) > _WEIGHT_TOLERANCE * max(1.0, sums.planned):
-        raise TrainingError(
-            f"step {step}: loss over a weight of {sums.weight}, masks of its plan {sums.planned}",
-            wanted="the same pairs in plan and loss",
-            next_step="this is a fault of the trainer: please report it",
-        )
-    if sums.weight == 0:
+    share = _Share(computation.steps, ranks.device)
+    ranks.together(
+        lambda: _accumulate(computation, optimizer, share, mine=mine, packs=packs, ranks=ranks),
+        doing=f"step {step}, samples {_named(mine, reader)}",
+    )
+    weight, tokens = share.totals(step, ranks)
+    if weight == 0:
         # Even a zero gradient would move the weights, by momentum and weight decay.
-        return StepResult(0.0, 0.0, sums.tokens, sums.metrics, 0.0, False)
-    ranks.sum_gradients(optimizer.gradient)
-    norm = optimizer.norm()
-    if not math.isfinite(norm):
-        culprit = _find_culprit(
-            computation, optimizer, step=step, mine=mine, reader=reader, weight=sums.weight
-        )
-        ranks.agree(culprit)
+        metrics = StepMetrics.zeros(computation.steps)
+        return StepResult(0.0, 0.0, tokens, metrics, 0.0, False)
+    report = optimizer.step(learning_rate, clip_norm=clip_norm, sums=share.to_add_up()).wait()
+    norm, loss = report[:2].tolist()
+    finite = math.isfinite(norm) and math.isfinite(loss)
+    optimizer.settle(updated=finite)
+    if not finite:
+        losses = [float(loss) for loss in share.losses]
+
+        def find() -> None:
+            _find_bad_loss(step, losses=losses, mine=mine, reader=reader)
+            if math.isfinite(loss):
+                _find_bad_gradient(
+                    computation, optimizer, step=step, mine=mine, reader=reader, weight=weight
+                )
+
+        ranks.together(find, doing=f"step {step}, looking for what is not finite")
         raise _not_finite(f"gradient norm {norm}", step, "(every pack alone is finite)")
-    optimizer.step(learning_rate, norm=norm, clip_norm=clip_norm)
-    loss = sums.loss / sums.weight
-    return StepResult(loss, sums.weight, sums.tokens, sums.metrics, norm, True)
+    metrics = StepMetrics.from_tensor(report[2:].view(5, -1))
+    return StepResult(loss / weight, weight, tokens, metrics, norm, True)
 
 
-def _find_culprit(
+def _accumulate(
+    computation: Computation,
+    optimizer: MasterAdamW,
+    share: _Share,
+    *,
+    mine: list[Indices],
+    packs: Iterator[ReadyPack],
+    ranks: Ranks,
+) -> None:
+    """Queues all packs; sums over ranks start while the last one's backward is still running.
+
+    Before the first of them, ranks agree that all have got so far: a rank that failed to read or to
+    compute never leaves a peer with a sum that cannot end.
+    """
+    agreed = False
+
+    def agree() -> None:
+        nonlocal agreed
+        if not agreed:
+            agreed = True
+            ranks.agree(None)
+
+    def finished(bucket: str) -> None:
+        agree()
+        optimizer.reduce(bucket)
+
+    step_weight = 0.0
+    for number, samples in enumerate(mine):
+        ready = next(packs)
+        assert ready.samples.tolist() == samples.tolist()
+        if number == 0:
+            assert ready.step_weight is not None
+            step_weight = ready.step_weight
+            share.planned = step_weight if ranks.rank == 0 else 0.0
+        result = computation.loss(
+            ready.pack,
+            gradients=optimizer.gradients if step_weight > 0 else None,
+            scale=1 / step_weight if step_weight > 0 else 0.0,
+            fresh=number == 0,
+            finished=finished if number == len(mine) - 1 else None,
+        )
+        share.add(ready.pack, result)
+    if not mine:
+        optimizer.gradients.zero_()
+    agree()
+
+
+def _find_bad_loss(
+    step: int, *, losses: list[float], mine: list[Indices], reader: PackReader
+) -> None:
+    """NonFinite, naming the first of this rank's packs whose loss is not finite."""
+    for samples, loss in zip(mine, losses, strict=True):
+        if not math.isfinite(loss):
+            raise _not_finite(f"loss {loss}", step, reader.names(samples, most=20))
+
+
+def _find_bad_gradient(
     computation: Computation,
     optimizer: MasterAdamW,
     *,
@@ -159,18 +221,15 @@ def _find_culprit(
     mine: list[Indices],
     reader: PackReader,
     weight: float,
-) -> NonFinite | None:
-    """Repeats this rank's packs one by one; the first whose gradient alone is not finite."""
+) -> None:
+    """Repeats this rank's packs; NonFinite, naming the first whose own gradient is not finite."""
     for samples in mine:
-        optimizer.zero()
-        result = computation.loss(reader.read(samples))
-        if result.loss.requires_grad:
-            (result.loss / weight).backward()  # type: ignore[no-untyped-call]
-            optimizer.collect()
+        computation.loss(
+            reader.read(samples), gradients=optimizer.gradients, scale=1 / weight, fresh=True
+        )
         norm = optimizer.norm()
         if not math.isfinite(norm):
-            return _not_finite(f"gradient norm {norm}", step, reader.names(samples, most=20))
-    return None
+            raise _not_finite(f"gradient norm {norm}", step, reader.names(samples, most=20))
 
 
 def _named(mine: list[Indices], reader: PackReader) -> str:

@@ -6,8 +6,9 @@ import torch
 
 from pipeline.draft.config import DrafterConfig
 from pipeline.draft.model import Drafter
-from pipeline.draft.ttt import Pack
+from pipeline.draft.ttt import Frozen, Pack, PackLoss, pack_loss
 from pipeline.draft.vocabulary import DraftVocabulary, build_vocabulary
+from pipeline.draft.weights import Weights
 
 CONFIG = DrafterConfig(
     hidden_size=12,
@@ -44,8 +45,25 @@ def make_drafter(config: DrafterConfig, *, seed: int = 0) -> Drafter:
     return model
 
 
-def make_pack(config: DrafterConfig, lengths: list[int], supervised: list[bool], *, seed: int = 0):
-    """Pack, embedding, teacher head (draft rows) and vocabulary, float64."""
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """All rows of a pack: ids [T], taps [T, 3H], final [T, H]; masks and places [T]."""
+
+    ids: torch.Tensor
+    taps: torch.Tensor
+    final: torch.Tensor
+    supervised: torch.Tensor
+    document: torch.Tensor
+    position: torch.Tensor
+
+    def pack(self, *, steps: int, decay: float = 0.8) -> Pack:
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        del fields["position"]
+        return Pack.of(**fields, steps=steps, decay=decay)
+
+
+def make_rows(config: DrafterConfig, lengths: list[int], supervised: list[bool], *, seed: int = 0):
+    """Rows, embedding, teacher head (draft rows) and vocabulary, float64."""
     generator = torch.Generator().manual_seed(seed)
     T, H = sum(lengths), config.hidden_size
 
@@ -55,7 +73,7 @@ def make_pack(config: DrafterConfig, lengths: list[int], supervised: list[bool],
     V = config.target_vocabulary_size
     counts = torch.randint(0, 9, (V,), generator=generator)
     vocabulary: DraftVocabulary = build_vocabulary(counts, config.draft_vocabulary_size)
-    pack = Pack(
+    rows = Rows(
         ids=torch.randint(0, V, (T,), generator=generator),
         taps=noise(T, 3 * H),
         final=noise(T, H),
@@ -63,4 +81,18 @@ def make_pack(config: DrafterConfig, lengths: list[int], supervised: list[bool],
         document=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
         position=torch.cat([torch.arange(n) for n in lengths]),
     )
-    return pack, noise(V, H), noise(V, H)[vocabulary.target_ids], vocabulary
+    return rows, noise(V, H), noise(V, H)[vocabulary.target_ids], vocabulary
+
+
+def run(
+    model: Drafter, pack: Pack, frozen: Frozen, *, kind: str = "kl", learn: bool = True
+) -> tuple[PackLoss, dict[str, torch.Tensor]]:
+    """The loss of a pack, and its gradient by parameter name (empty unless it learns)."""
+    weights = Weights.of(model)
+    wide = torch.promote_types(weights.head.dtype, torch.float32)
+    device = weights.head.device
+    gradients = Weights.zeros(model.config, dtype=wide, device=device) if learn else None
+    result = pack_loss(
+        weights, pack, config=model.config, frozen=frozen, kind=kind, gradients=gradients
+    )
+    return result, gradients.by_name(model.config) if gradients else {}

@@ -10,7 +10,7 @@ from pipeline.draft.errors import ConfigError, DraftError, ExportError
 from pipeline.draft.export import export_drafter, load_exported
 from pipeline.draft.servers import SGLANG_TENSORS, VLLM_TENSORS, server_layer_ids
 from pipeline.target.facts import TargetFacts
-from tests.draft.make import make_config, make_drafter, make_pack
+from tests.draft.make import make_config, make_drafter, make_rows
 
 TARGET = TargetFacts(
     hidden_size=12, layers=6, vocabulary_size=11, heads=4, kv_heads=2, head_dim=3,
@@ -25,7 +25,7 @@ def export(folder, *, config=None, target=TARGET, taps=(1, 2, 3), change=None, *
     state = make_drafter(config).state_dict()
     if change:
         change(state)
-    _, _, _, vocabulary = make_pack(config, [4], [True] * 4)
+    _, _, _, vocabulary = make_rows(config, [4], [True] * 4)
     return export_drafter(folder, state, vocabulary, config, target=target, taps=taps, **more)
 
 
@@ -33,7 +33,7 @@ def test_a_reload_gives_the_same_logits(tmp_path):
     config = make_config()
     export(tmp_path)
     model, vocabulary, loaded = load_exported(tmp_path)
-    _, _, _, wanted = make_pack(config, [4], [True] * 4)
+    _, _, _, wanted = make_rows(config, [4], [True] * 4)
     assert loaded == config
     assert vocabulary.same_as(wanted)
     hidden = torch.randn(5, 12, generator=torch.Generator().manual_seed(1)).bfloat16()

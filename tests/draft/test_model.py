@@ -4,7 +4,7 @@ import torch
 from pipeline.draft.errors import ConfigError
 from pipeline.draft.model import Drafter
 from pipeline.draft.rotary import rotate
-from tests.draft.make import make_config, make_drafter, make_pack
+from tests.draft.make import make_config, make_drafter, make_rows
 from tests.draft.reference import rms
 
 
@@ -34,7 +34,7 @@ def test_serving_methods_give_the_recursion_of_one_row(norm_output):
     # Two steps of a one-row document by the serving methods (B15) against the formulas by hand.
     config = make_config(norm_output=norm_output)
     model = make_drafter(config)
-    pack, embedding, _, _ = make_pack(config, [4], [True] * 4)
+    pack, embedding, _, _ = make_rows(config, [4], [True] * 4)
     w = dict(model.named_parameters())
     value = lambda hidden, token: torch.cat(  # noqa: E731
         [rms(embedding[token], w["midlayer.input_layernorm.weight"], 1e-5),

@@ -5,32 +5,33 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipeline.draft import backward
+from pipeline.draft import loss as head
+from pipeline.draft.chain import chain_weight, plan_chains
 from pipeline.draft.errors import PackError
-from pipeline.draft.ttt import StepMetrics, pack_loss, pack_weight
-from tests.draft.make import make_config, make_drafter, make_pack
+from pipeline.draft.ttt import Frozen, StepMetrics, pack_loss
+from pipeline.draft.weights import BUCKETS, Weights
+from tests.draft.make import make_config, make_drafter, make_rows, run
 from tests.draft.reference import dense_loss
 
 
 def both(config, lengths, supervised, *, steps, kind="kl", seed=0, decay=0.8):
     """Fast and dense results of one case, each with the gradients by name."""
     model = make_drafter(config, seed=seed)
-    pack, embedding, head, vocabulary = make_pack(config, lengths, supervised, seed=seed)
-    fast = pack_loss(
-        model, pack, embedding=embedding, teacher_head=head, draft_vocabulary=vocabulary,
-        steps=steps, decay=decay, kind=kind,
-    )  # fmt: skip
-    fast.loss.backward()
+    rows, embedding, head, vocabulary = make_rows(config, lengths, supervised, seed=seed)
+    pack = rows.pack(steps=steps, decay=decay)
+    fast, found = run(model, pack, Frozen.of(embedding, head, vocabulary), kind=kind)
     weights = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
-    fields = {field.name: getattr(pack, field.name) for field in dataclasses.fields(pack)}
+    fields = {field.name: getattr(rows, field.name) for field in dataclasses.fields(rows)}
     dense = dense_loss(
         weights, config, **fields, embedding=embedding, teacher_head=head,
         target_ids=vocabulary.target_ids, steps=steps, decay=decay, kind=kind,
     )  # fmt: skip
     dense[0].backward()
     gradients = {  # the dense form leaves a gradient out where nothing depends on the weight
-        n: (p.grad, torch.zeros_like(p) if weights[n].grad is None else weights[n].grad)
-        for n, p in model.named_parameters()
+        n: (found[n], torch.zeros_like(w) if w.grad is None else w.grad) for n, w in weights.items()
     }
     return fast, dense, gradients
 
@@ -75,8 +76,19 @@ def test_documents_longer_than_a_query_block_are_exact(length):
     assert_same(*both(make_config(), [length, 9], supervised, steps=3))
 
 
-def test_more_teacher_rows_than_a_chunk_are_exact():
-    assert_same(*both(make_config(), [130] * 4, [True] * 520, steps=2))
+def test_more_asked_rows_than_a_chunk_are_exact(monkeypatch):
+    monkeypatch.setitem(head.ASKED_ROWS, "cpu", 8)
+    assert_same(*both(make_config(), [13] * 4, [True] * 52, steps=3))
+
+
+@pytest.mark.parametrize("most", [1, 20, 40])
+def test_more_rows_than_a_group_of_steps_are_exact(monkeypatch, most):
+    monkeypatch.setattr(backward, "GROUP_ROWS", most)  # of 13 and 9 live rows a step
+    for norm_output in (False, True):
+        config = make_config(norm_output=norm_output)
+        assert_same(*both(config, [9, 7], [True] * 16, steps=5))
+        as_wide = make_config(norm_output=norm_output, heads=3, kv_heads=1)  # memory serves again
+        assert_same(*both(as_wide, [9, 7], [True] * 16, steps=5))
 
 
 @pytest.mark.parametrize("supervised", [[False] * 8, [True, True] + [False] * 6])
@@ -99,84 +111,121 @@ def test_a_pack_without_labels_gives_zero_and_zero_gradients(supervised):
 def test_weight_by_hand(lengths, marked, steps, wanted):
     supervised = torch.tensor([j in marked for j in range(sum(lengths))])
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    assert pack_weight(supervised, document, steps=steps, decay=0.8) == pytest.approx(wanted)
+    found = chain_weight(supervised, document, steps=steps, decay=0.8)
+    assert found == pytest.approx(wanted)
+    plan = plan_chains(supervised, document, steps=steps, decay=0.8)
+    assert plan.weight == pytest.approx(wanted)
 
 
 def test_only_rows_whose_label_is_supervised_teach():
     # B13: answer at 4..7 of 10. Teachers stand at label - 1: rows 3..6, whatever the step.
     config = make_config()
-    pack, embedding, head, vocabulary = make_pack(config, [10], [3 < j < 8 for j in range(10)])
-    final = pack.final.requires_grad_(False)
-    run = lambda final: pack_loss(  # noqa: E731
-        make_drafter(config), dataclasses.replace(pack, final=final), embedding=embedding,
-        teacher_head=head, draft_vocabulary=vocabulary, steps=3, decay=0.8,
-    ).loss.item()  # fmt: skip
-    base, moved = run(final), []
+    rows, *frozen = make_rows(config, [10], [3 < j < 8 for j in range(10)])
+    assert rows.pack(steps=3).plan.teachers.tolist() == [3, 4, 5, 6]
+
+    def loss(final):
+        pack = dataclasses.replace(rows, final=final).pack(steps=3)
+        return run(make_drafter(config), pack, Frozen.of(*frozen), learn=False)[0].loss.item()
+
+    base, moved = loss(rows.final), []
     for row in range(10):
-        changed = final.clone()
+        changed = rows.final.clone()
         changed[row] += 1
-        moved.append(row) if run(changed) != base else None
+        moved.append(row) if loss(changed) != base else None
     assert moved == [3, 4, 5, 6]
 
 
 def test_packing_documents_together_adds_their_losses():
     config = make_config()
     model = make_drafter(config)
-    pack, embedding, head, vocabulary = make_pack(config, [6, 9], [True] * 15)
+    rows, *frozen = make_rows(config, [6, 9], [True] * 15)
 
-    def run(rows: slice):
-        part = {f.name: getattr(pack, f.name)[rows] for f in dataclasses.fields(pack)}
-        return pack_loss(
-            model, dataclasses.replace(pack, **part), embedding=embedding, teacher_head=head,
-            draft_vocabulary=vocabulary, steps=3, decay=0.8,
-        )  # fmt: skip
+    def part(which: slice):
+        cut = {f.name: getattr(rows, f.name)[which] for f in dataclasses.fields(rows)}
+        pack = dataclasses.replace(rows, **cut).pack(steps=3)
+        return run(model, pack, Frozen.of(*frozen), learn=False)[0]
 
-    whole, parts = run(slice(0, 15)), (run(slice(0, 6)), run(slice(6, 15)))
+    whole, parts = part(slice(0, 15)), (part(slice(0, 6)), part(slice(6, 15)))
     assert whole.loss.item() == pytest.approx(sum(part.loss.item() for part in parts), rel=1e-12)
     assert whole.weight == pytest.approx(sum(part.weight for part in parts))
     added = parts[0].metrics + parts[1].metrics
     torch.testing.assert_close(whole.metrics.to_tensor(), added.to_tensor())
 
 
-def test_bf16_parameters_give_nearly_the_same_gradients():
+def test_gradients_are_added_with_their_scale_or_written_afresh():
+    config = make_config()
+    weights = Weights.of(make_drafter(config))
+    packs = [make_rows(config, [n], [True] * n, seed=n)[0].pack(steps=3) for n in (7, 9)]
+    frozen = Frozen.of(*make_rows(config, [7], [True] * 7)[1:])
+
+    def add(into, pack, **options):
+        pack_loss(weights, pack, config=config, frozen=frozen, gradients=into, **options)
+
+    alone = [Weights.zeros(config, dtype=torch.float64) for _ in packs]
+    for into, pack in zip(alone, packs, strict=True):
+        add(into, pack)
+    both_in = Weights.zeros(config, dtype=torch.float64)
+    for bucket in BUCKETS:
+        getattr(both_in, bucket).fill_(torch.nan)  # fresh: nothing of what was there is read
+    add(both_in, packs[0], scale=0.25, fresh=True)
+    add(both_in, packs[1], scale=0.25)
+    for bucket in BUCKETS:
+        one, other = (getattr(gradient, bucket) for gradient in alone)
+        torch.testing.assert_close(getattr(both_in, bucket), (one + other) / 4)
+
+
+@pytest.mark.parametrize("marked", [[3, 4], []])
+def test_each_bucket_is_reported_once_its_gradient_is_complete(marked):
+    config = make_config()
+    weights = Weights.of(make_drafter(config))
+    rows, *frozen = make_rows(config, [8], [j in marked for j in range(8)])
+    gradients = Weights.zeros(config, dtype=torch.float64)
+    seen = {}
+    pack_loss(
+        weights, rows.pack(steps=2), config=config, frozen=Frozen.of(*frozen), fresh=True,
+        gradients=gradients, finished=lambda b: seen.update({b: getattr(gradients, b).clone()}),
+    )  # fmt: skip
+    assert list(seen) == ["head", "down", "gate_up", "o", "qkv", "fc", "norms"]
+    for bucket, then in seen.items():
+        assert torch.equal(then, getattr(gradients, bucket))
+
+
+def test_bf16_weights_give_nearly_the_same_gradients():
     config = make_config(hidden_size=64, target_hidden_size=64, head_dim=16, intermediate_size=96)
-    pack, embedding, head, vocabulary = make_pack(config, [40, 30], [True] * 70)
+    rows, embedding, head, vocabulary = make_rows(config, [40, 30], [True] * 70)
     results = []
     for dtype in (torch.float32, torch.bfloat16):
-        model = make_drafter(config).to(dtype)
-        result = pack_loss(
-            model, pack, embedding=embedding.to(dtype), teacher_head=head.to(dtype) / 8,
-            draft_vocabulary=vocabulary, steps=3, decay=0.8,
-        )  # fmt: skip
-        result.loss.backward()
+        cast = dataclasses.replace(rows, taps=rows.taps.to(dtype), final=rows.final.to(dtype))
+        frozen = Frozen.of(embedding, head.to(dtype) / 8, vocabulary)
+        result, found = run(make_drafter(config).to(dtype), cast.pack(steps=3), frozen)
         assert result.loss.dtype == torch.float32
-        flat = torch.cat([p.grad.float().flatten() for p in model.parameters()])
-        results.append((result.loss.item(), flat))
+        results.append((result.loss.item(), torch.cat([g.flatten() for g in found.values()])))
     (loss32, grad32), (loss16, grad16) = results
+    assert grad16.dtype == torch.float32
     assert loss16 == pytest.approx(loss32, rel=0.02)
     assert float(torch.cosine_similarity(grad32, grad16, dim=0)) > 0.995
 
 
-def test_no_tensor_of_rows_by_draft_vocabulary_is_kept():
-    # All that backward holds is linear in rows x width: 40 times the draft vocabulary adds nothing.
-    held = []
-    for D in (10, 400):
-        config = make_config(draft_vocabulary_size=D, target_vocabulary_size=400)
-        pack, embedding, head, vocabulary = make_pack(config, [200, 200], [True] * 400)
-        sizes: dict[int, int] = {}
+def test_no_tensor_of_rows_by_draft_vocabulary_is_made():
+    # The largest tensor of a step must not be asked rows x draft vocabulary, but one chunk of it.
+    config = make_config(draft_vocabulary_size=400, target_vocabulary_size=400)
+    rows, *frozen = make_rows(config, [50] * 20, [True] * 1000)
+    largest = 0
 
-        def note(tensor, sizes=sizes):
-            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            result = function(*args, **(kwargs or {}))
+            for tensor in result if isinstance(result, tuple | list) else [result]:
+                if isinstance(tensor, torch.Tensor):
+                    largest = max(largest, tensor.numel())
+            return result
 
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            pack_loss(
-                make_drafter(config), pack, embedding=embedding, teacher_head=head,
-                draft_vocabulary=vocabulary, steps=3, decay=0.8,
-            )  # fmt: skip
-        held.append(sum(sizes.values()))
-    head_bytes = 390 * 12 * 8  # the head and its gradient do grow with D
-    assert held[1] - held[0] <= 3 * head_bytes
+    pack = rows.pack(steps=3)
+    with Watch():
+        run(make_drafter(config), pack, Frozen.of(*frozen))
+    assert len(pack.plan.asked) > 2800
+    assert largest <= head.ASKED_ROWS["cpu"] * 400
 
 
 def test_metrics_survive_the_way_through_one_tensor():
@@ -185,27 +234,35 @@ def test_metrics_survive_the_way_through_one_tensor():
     assert torch.equal((StepMetrics.zeros(2) + StepMetrics.from_tensor(table)).to_tensor(), table)
 
 
-@pytest.mark.parametrize("field", ["taps", "final", "supervised", "position"])
-def test_a_pack_that_does_not_fit_is_refused_by_name(field):
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [("taps", "shorter"), ("final", "shorter"), ("ids", "shorter"), ("taps", ""), ("final", "")],
+)
+def test_a_pack_that_does_not_fit_is_refused_by_name(field, change):
     config = make_config()
-    pack, embedding, head, vocabulary = make_pack(config, [6], [True] * 6)
+    rows, *frozen = make_rows(config, [6], [True] * 6)
+    pack = rows.pack(steps=3)
+    tensor = getattr(pack, field)
+    other = tensor[:-1] if change == "shorter" else tensor.float()
     with pytest.raises(PackError, match=field):
-        pack_loss(
-            make_drafter(config), dataclasses.replace(pack, **{field: getattr(pack, field)[:5]}),
-            embedding=embedding, teacher_head=head, draft_vocabulary=vocabulary, steps=3, decay=0.8,
-        )  # fmt: skip
+        run(make_drafter(config), dataclasses.replace(pack, **{field: other}), Frozen.of(*frozen))
+
+
+@pytest.mark.parametrize("field", ["taps", "final", "supervised", "document"])
+def test_whole_tensors_of_other_lengths_make_no_pack(field):
+    rows, *_ = make_rows(make_config(), [6], [True] * 6)
+    with pytest.raises(PackError, match=field):
+        dataclasses.replace(rows, **{field: getattr(rows, field)[:5]}).pack(steps=3)
 
 
 def test_a_perfect_drafter_reaches_the_teachers_entropy():
     # Head and teacher alike on equal states: cross-entropy is the entropy, overlap the whole row.
     config = make_config()
-    pack, embedding, _, vocabulary = make_pack(config, [5], [True] * 5)
+    rows, embedding, _, vocabulary = make_rows(config, [5], [True] * 5)
     model = make_drafter(config)
     with torch.no_grad():
         model.lm_head.weight.zero_()
-    result = pack_loss(
-        model, pack, embedding=embedding, teacher_head=torch.zeros(7, 12, dtype=torch.float64),
-        draft_vocabulary=vocabulary, steps=1, decay=0.8,
-    )  # fmt: skip
+    frozen = Frozen.of(embedding, torch.zeros(7, 12, dtype=torch.float64), vocabulary)
+    result, _ = run(model, rows.pack(steps=1), frozen)
     assert result.loss.item() == pytest.approx(3 * math.log(7))
     assert result.metrics.overlap.tolist() == pytest.approx([3.0])

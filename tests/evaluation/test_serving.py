@@ -3,7 +3,8 @@ import torch
 from torch import Tensor
 
 from pipeline.draft.model import Drafter
-from pipeline.draft.ttt import Pack, pack_loss
+from pipeline.draft.ttt import Frozen, Pack, pack_loss
+from pipeline.draft.weights import Weights
 from pipeline.evaluation.errors import WrongDrafter
 from pipeline.evaluation.serving import ServingDrafter
 from tests.evaluation.make import D, H, V, drafter_config, random_drafter, vocabulary_of
@@ -44,21 +45,18 @@ def test_served_chain_has_the_loss_that_training_gives_it(label: int, norm_outpu
     supervised = torch.zeros(N, dtype=torch.bool)
     supervised[label] = True
     trained = pack_loss(
-        drafter,
-        Pack(
+        Weights.of(drafter),
+        Pack.of(
             ids=IDS,
             taps=TAPS,
             final=final,
             supervised=supervised,
             document=torch.zeros(N, dtype=torch.int64),
-            position=torch.arange(N),
+            steps=STEPS,
+            decay=1.0,
         ),
-        embedding=EMBEDDING,
-        teacher_head=head,
-        draft_vocabulary=VOCABULARY,
-        steps=STEPS,
-        decay=1.0,
-        kind="kl",
+        config=drafter.config,
+        frozen=Frozen.of(EMBEDDING, head, VOCABULARY),
     ).metrics
     for k in range(STEPS):
         row = label - 2 - k

@@ -33,6 +33,7 @@ def test_a_request_survives_json():
         ("tokens_per_step", 100),
         ("loss", "mse"),
         ("compute_dtype", "float16"),
+        ("reduce_dtype", "float16"),
         ("device", "tpu"),
         ("draft_vocabulary", None),
         ("keep_checkpoints", 0),
@@ -52,4 +53,8 @@ def test_json_that_is_no_request_is_refused(change: dict[str, object]):
 def test_where_a_run_works_is_no_part_of_its_mathematics():
     here, there = request(), request(output=Path("p"), threads=2, resume=True, dataset=Path("e"))
     assert here.mathematics() == there.mathematics()
-    assert here.mathematics() != request(decay=0.7).mathematics()
+
+
+@pytest.mark.parametrize("change", [{"decay": 0.7}, {"reduce_dtype": "bfloat16"}])
+def test_what_changes_what_is_learned_is_part_of_it(change: dict[str, object]):
+    assert request().mathematics() != request(**change).mathematics()
