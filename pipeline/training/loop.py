@@ -149,14 +149,18 @@ def _train(run: Run, ranks: Ranks, *, emit: Emit, log: MetricsLog | None) -> Non
                 judged, line = time.perf_counter(), packs.flow().line()
                 if line is not None:
                     emit({"event": "data", "step": step, "line": line})
-            if number + 1 == packing.steps:
-                held_out = measure(step, epoch + 1)
             every = request.checkpoint_every_steps
-            if step == total or (every and step % every == 0):
+            ends, keeps = number + 1 == packing.steps, bool(every and step % every == 0)
+            if ends:
+                held_out = measure(step, epoch + 1)
+            if step == total or keeps:
                 outcome = {"tokens": tokens, "loss": loss, "held_out": held_out}
                 position = Position(step, epoch, number + 1)
                 latest = _checkpoint(run, ranks, position=position, outcome=outcome, log=log)
                 emit({"event": "checkpoint", "step": step, "folder": latest})
+            if ends or keeps:
+                packs.flow()  # data came meanwhile; a new stretch begins
+                judged = time.perf_counter()
     emit(
         {
             "event": "done",
