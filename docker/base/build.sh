@@ -33,7 +33,7 @@ mmdebstrap --quiet --variant=essential --include="$include" \
   --dpkgopt='path-exclude=/usr/share/man/*' --dpkgopt='path-exclude=/usr/share/locale/*' \
   --dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-include=/usr/share/doc/*/copyright' \
   --customize-hook='find "$1" -xdev -perm /6000 -exec chmod ug-s -- {} +' \
-  --customize-hook='rm -f -- "$1/etc/apt/sources.list" "$1/etc/resolv.conf" "$1/etc/hostname"' \
+  --customize-hook='rm -f -- "$1/etc/apt/sources.list" "$1"/etc/apt/sources.list.d/0000* "$1/etc/resolv.conf" "$1/etc/hostname"' \
   "$suite" "$scratch/layer.tar" "$mirror" >&2
 
 layer="$(sha256sum "$scratch/layer.tar" | cut -d' ' -f1)"

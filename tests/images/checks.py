@@ -12,7 +12,7 @@ _PACKAGES = re.compile(r"opt/cleanslate/lib/python3\.11/site-packages/")
 _DEBIAN_WHEELS = "usr/share/python-wheels/"  # pip and setuptools, for new virtual environments
 _FOREIGN = re.compile(
     r"(.*/)?(pip\.conf|\.?netrc|\.pypirc|\.git-credentials|id_(rsa|ed25519|ecdsa)|\.env|setup\.log"
-    r"|[^/]+\.whl|(\.git|\.ssh|\.aws|\.docker|\.cache|docker/inputs)/.+)"
+    r"|[^/]+\.whl|etc/apt/sources\.list(\.d/.+)?|(\.git|\.ssh|\.aws|\.docker|\.cache|docker/inputs)/.+)"
 )
 _BIN = r"((usr/(local/)?)?s?bin|opt/cleanslate/bin|usr/local/cuda[^/]*/bin)"
 _COMPILER = re.compile(

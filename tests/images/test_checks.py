@@ -28,6 +28,7 @@ RUN cat /faults/ca.pem >>/{PACKAGES}/certifi/cacert.pem
 RUN rm /faults/ca.pem
 RUN cp /bin/true /usr/local/bin/gcc
 RUN cp /bin/true /usr/local/bin/become && chmod 4755 /usr/local/bin/become
+RUN echo "deb https://mirror.example" >/etc/apt/sources.list.d/0000sources.list
 RUN echo "# changed" >>/{PACKAGES}/pipeline/faults.py
 ENV HF_TOKEN=hf_fault
 """
@@ -48,7 +49,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("check", "found"),
     [
-        (checks.foreign_files, ["faults/pip.conf"]),
+        (checks.foreign_files, ["faults/pip.conf", "etc/apt/sources.list.d/0000sources.list"]),
         (checks.secrets, ["faults/key.pem", "faults/sources"]),
         (checks.certificates, ["faults/ca.pem"]),
         (checks.setuid, ["usr/local/bin/become"]),
