@@ -17,6 +17,7 @@ PYTHON ?= python3.11
 SGLANG_PYTHON ?=
 VENV := .venv
 SGLANG := .venv-sglang
+HOSTS := .venv-ansible
 # In containers the stages need no virtual environment on this machine.
 ifeq ($(RUNTIME),docker)
 RUN := bash docker/run.sh
@@ -71,25 +72,46 @@ clean-slate: $(READY) ## Wipe what this project owns in the run's folder
 release: ## End the containers that a crashed start of this run left
 	@bash docker/run.sh release $(OPTIONS) $(SOURCE)
 
-.PHONY: setup test test-quick test-sglang test-gpu test-docker sglang-cpu lint lock
+HOST_FILE ?= ansible/group_vars/gpu_hosts.yml
+STAGE ?=
+JSON ?=
+.PHONY: preflight
+preflight: $(VENV)/ready ## Is this host ready (as root: all of it; STAGE= JSON=1 HOST_FILE=)
+	@$(VENV)/bin/python -m pipeline.cli preflight --host "$(HOST_FILE)" $(if $(STAGE),--stage "$(STAGE)") \
+		$(if $(filter-out file,$(origin PROFILE))$(SET),$(OPTIONS)) $(if $(filter 1 yes true,$(JSON)),--json)
+
+GPUS ?=
+TRAIN_GPUS ?=
+OUT ?=
+LL128 ?=
+.PHONY: tune-nccl
+tune-nccl: $(VENV)/ready ## Measure NCCL's variables (GPUS=0,1 TRAIN_GPUS= OUT=runs/host/nccl.json RESUME=1 LL128=1)
+	@$(VENV)/bin/python -m pipeline.cli tune-nccl $(if $(GPUS),--gpus "$(GPUS)") \
+		$(if $(TRAIN_GPUS),--train-gpus "$(TRAIN_GPUS)") $(if $(OUT),--out "$(OUT)") $(AGAIN) \
+		$(if $(filter 1 yes true,$(LL128)),--ll128)
+
+.PHONY: setup test test-quick test-sglang test-gpu test-docker test-host sglang-cpu lint lock
 setup: $(VENV)/ready ## Install what the stages need (done by itself when needed)
 sglang-cpu: $(SGLANG)/ready ## Install real SGLang for machines without a GPU (6.4 GB)
 test: $(VENV)/ready-for-tests ## All tests but those of `make test-sglang`
-	@$(VENV)/bin/python -m pytest -q -m "not sglang and not gpu and not docker and not images"
+	@$(VENV)/bin/python -m pytest -q -m "not sglang and not gpu and not docker and not images and not host"
 test-quick: $(VENV)/ready-for-tests ## Tests without those that need minutes
-	@$(VENV)/bin/python -m pytest -q -m "not slow and not sglang and not gpu and not docker and not images"
+	@$(VENV)/bin/python -m pytest -q -m "not slow and not sglang and not gpu and not docker and not images and not host"
 test-sglang: $(VENV)/ready-for-tests $(SGLANG)/ready ## Tests with the real SGLang server
 	@$(VENV)/bin/python -m pytest -q -m sglang
 test-gpu: $(VENV)/ready-for-tests ## Tests that want two GPUs (SGLANG_PYTHON= of an interpreter with SGLang)
 	@$(VENV)/bin/python -m pytest -q -m gpu --sglang-python "$(SGLANG_PYTHON)"
 test-docker: $(VENV)/ready-for-tests ## Tests that run stages in containers (make images first)
 	@$(VENV)/bin/python -m pytest -q -m docker
-lint: $(VENV)/ready-for-tests ## ruff, mypy, shellcheck, hadolint
+test-host: $(VENV)/ready-for-tests $(HOSTS)/ready ## The playbook against a container with systemd (Docker, Debian's apt)
+	@$(VENV)/bin/python -m pytest -q -m host
+lint: $(VENV)/ready-for-tests $(HOSTS)/ready ## ruff, mypy, shellcheck, hadolint, ansible-lint
 	@$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(VENV)/bin/shellcheck docker/*.sh docker/*/*.sh .ci/run
+	$(VENV)/bin/shellcheck docker/*.sh docker/*/*.sh ansible/roles/*/files/*.sh .ci/run
 	$(VENV)/bin/hadolint Dockerfile
+	cd ansible && PATH="$(abspath $(HOSTS)/bin):$$PATH" ansible-lint --offline --profile production -q
 VARIANT ?= cuda
 CA ?= $(SSL_CERT_FILE)
 WHEELS ?= $(if $(wildcard $(PIP_FIND_LINKS)/),$(PIP_FIND_LINKS))
@@ -101,6 +123,15 @@ images: ## Build the images (VARIANT=cpu|cuda BASE=name@digest NETWORK= CA= WHEE
 	@bash docker/images.sh $(FOR_IMAGES)
 base: ## Build the images' base from Debian packages (MIRROR=)
 	@MIRROR="$(MIRROR)" bash docker/base/build.sh docker/base/packages.txt
+# Of the command line alone: some shells export a HOST of their own.
+ASKED = $(if $(filter command,$(firstword $(origin HOST))),$(HOST),local://)
+READY_HOST ?= ansible/group_vars/gpu_hosts.yml
+.PHONY: host-test
+host-test: $(VENV)/ready-for-tests ## Is HOST=ssh://root@gpu1 ready (also local://, docker://; GPUS=required)
+	@$(VENV)/bin/python -m pytest -q tests/host --hosts="$(ASKED)" --host-wanted="$(READY_HOST)" \
+		$(if $(GPUS),--host-gpus="$(GPUS)")
+.PHONY: ansible
+ansible: $(HOSTS)/ready ## Install ansible-playbook and ansible-lint into $(HOSTS)
 .PHONY: images-test sbom
 images-test: $(VENV)/ready-for-tests sbom ## Tests of the built images
 	@$(VENV)/bin/python -m pytest -q -m images
@@ -115,6 +146,10 @@ $(VENV)/ready: docker/setup.sh $(LOCKS)
 	@bash docker/setup.sh "$(PYTHON)" "$(VENV)" docker/trainer/requirements.txt
 $(VENV)/ready-for-tests: $(VENV)/ready tests/requirements.txt
 	@$(VENV)/bin/python -m pip install --quiet --require-hashes --no-deps -r tests/requirements.txt
+	touch $@
+$(HOSTS)/ready: ansible/requirements.txt
+	@$(PYTHON) -m venv $(HOSTS)
+	$(HOSTS)/bin/python -m pip install --quiet --require-hashes --no-deps -r ansible/requirements.txt
 	touch $@
 CPU_SERVER := docker/extractor/requirements-cpu.txt docker/extractor/cpu/pyproject.toml pyproject.toml
 $(SGLANG)/ready: docker/setup-sglang-cpu.sh $(CPU_SERVER)

@@ -18,6 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 TRAINER = ROOT / "docker" / "trainer"
 TESTS = ROOT / "tests"
+ANSIBLE = ROOT / "ansible"
 HEAD = "# Written by `make lock` from the .in file beside it. Do not edit.\n"
 _PIN = re.compile(r"^([A-Za-z0-9._-]+)==(\S+)", re.MULTILINE)
 
@@ -55,7 +56,7 @@ def hashes(block: str) -> list[str]:
 
 
 def main() -> None:
-    """Writes the four locks."""
+    """Writes the five locks."""
     own = compile_lock(TRAINER / "requirements.in", plain_index=False)
     public = compile_lock(TRAINER / "requirements.in", plain_index=True)
     version = _PIN.match(public["torch"])[2]  # type: ignore[index]
@@ -69,6 +70,8 @@ def main() -> None:
     _write(TRAINER / "requirements-cuda.txt", [public[name] for name in sorted(cuda)])
     tests = compile_lock(TESTS / "requirements.in", plain_index=False)
     _write(TESTS / "requirements.txt", [block for name, block in tests.items() if name not in base])
+    hosts = compile_lock(ANSIBLE / "requirements.in", plain_index=False)
+    _write(ANSIBLE / "requirements.txt", list(hosts.values()))
 
 
 def _write(path: Path, blocks: list[str]) -> None:

@@ -13,7 +13,7 @@ import typer
 
 from pipeline.containers.images import BuiltImages, check_same_code
 from pipeline.containers.lines import lines_of
-from pipeline.containers.plan import FACTS, STAGES, Caller, Request, image_kind, plan
+from pipeline.containers.plan import FACTS, STAGES, Caller, Request, gpus_of, image_kind, plan
 from pipeline.faults import Fault
 from pipeline.settings.errors import SettingsError
 from pipeline.settings.load import (
@@ -26,7 +26,7 @@ from pipeline.settings.load import (
 from pipeline.settings.model import Settings
 from pipeline.slate.log import SAY, log_only, open_log
 from pipeline.slate.manifest import Manifest
-from pipeline.slate.place import HOST, Place
+from pipeline.slate.place import Place
 from pipeline.slate.stage import StageStopped
 from pipeline.slate.wipe import MANIFEST, read_marker
 
@@ -48,6 +48,7 @@ ImageFacts = Annotated[str, typer.Option("--image-facts", hidden=True)]  # given
 ContainerName = Annotated[str, typer.Option("--container", hidden=True)]
 NO_OVERRIDES: list[str] = []
 NO_PATHS: list[Path] = []
+_NCCL = Path("runs/host/nccl.json")
 _INTERRUPTED = 130
 _LAUNCHER = Path(__file__).parent.parent / "docker" / "run.sh"
 
@@ -126,9 +127,9 @@ def _stage(name: str, help_text: str) -> None:
         container: ContainerName = "",
     ) -> None:
         loaded = _load(profile, overrides, input_path, answers, stage=name, engine=engine)
-        place = _place(name, loaded.settings, facts=image_facts, container=container)
-        if loaded.settings.run.runtime == "docker" and place is HOST:
+        if loaded.settings.run.runtime == "docker" and not image_facts:
             _hand_over()
+        place = _place(name, loaded.settings, facts=image_facts, container=container)
         from pipeline.stages.plan import run_stage  # torch takes seconds; `show` needs none
         from pipeline.stages.run import Run
 
@@ -140,11 +141,12 @@ def _stage(name: str, help_text: str) -> None:
 
 def _place(stage: str, settings: Settings, *, facts: str, container: str) -> Place:
     """The container that the launcher says this process is in; the host where it says nothing."""
+    wanted, shm = settings.run.host, settings.run.shared_memory_bytes
     if not facts:
-        return HOST
+        return Place(wanted=wanted, shared_memory_bytes=shm)
     built = BuiltImages.read(Path(facts))
     image = built.provenance(image_kind(stage, settings))
-    return Place(image=image, commit=built.commit, container=container or None)
+    return Place(image, built.commit, container or None, wanted=wanted, shared_memory_bytes=shm)
 
 
 def _hand_over() -> NoReturn:
@@ -179,9 +181,9 @@ def serve(
 ) -> None:
     """Serve the target with the drafter until Ctrl-C, on this machine only."""
     loaded = _load(profile, overrides, input_path, answers, stage="export", engine=engine)
-    place = _place("serve", loaded.settings, facts=image_facts, container=container)
-    if loaded.settings.run.runtime == "docker" and place is HOST:
+    if loaded.settings.run.runtime == "docker" and not image_facts:
         _hand_over()
+    place = _place("serve", loaded.settings, facts=image_facts, container=container)
     from pipeline.stages.run import Run
     from pipeline.stages.serve import serve_run
 
@@ -239,6 +241,73 @@ def verify(
         typer.echo(f"nothing is sealed in {run.folder}")
     if any(verdict.problems for verdict in verdicts):
         raise typer.Exit(1)
+
+
+@app.command()
+def preflight(
+    host: Annotated[Path | None, typer.Option(help="Ansible variables with ready_host.")] = None,
+    stage: Annotated[str, typer.Option(help="Only what this stage meets.")] = "",
+    profile: Annotated[str, typer.Option(help="Whose run.host, GPUs and /dev/shm count.")] = "",
+    overrides: Override = NO_OVERRIDES,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Is this host ready? Exit status 3, and what to do, when it is not or cannot be seen to be."""
+    from pipeline.host.preflight import NOT_READY, scope_of
+    from pipeline.host.preflight import preflight as look
+
+    settings = load_settings(profile, overrides=overrides).settings if profile else None
+    if stage and stage not in (*STAGES, "serve"):
+        raise SettingsError(
+            f"there is no stage {stage}",
+            wanted=f"one of {', '.join(STAGES)}, serve",
+            next_step="leave --stage out for the whole host",
+        )
+    wanted = host or (settings.run.host if settings else None)
+    if wanted is None:
+        raise SettingsError(
+            "neither --host nor a profile with run.host says what a ready host is",
+            wanted="an Ansible group_vars file with ready_host",
+            next_step="--host ansible/group_vars/gpu_hosts.yml",
+        )
+    scope = scope_of(
+        stage,
+        gpus=gpus_of(stage, settings) if stage and settings else None,
+        shm_bytes=settings.run.shared_memory_bytes if settings else None,
+    )
+    found = look(wanted, scope)
+    for line in [found.as_json()] if as_json else found.lines():
+        typer.echo(line)
+    if not found.verdict.ready:
+        raise typer.Exit(NOT_READY)
+
+
+@app.command("tune-nccl")
+def tune_nccl(
+    gpus: Annotated[str, typer.Option(help="Of extraction, as 0,1; empty: all.")] = "",
+    train_gpus: Annotated[str, typer.Option(help="Of training; empty: the same.")] = "",
+    out: Annotated[Path, typer.Option(help="JSON that run.nccl takes.")] = _NCCL,
+    resume: Annotated[bool, typer.Option("--resume", help="Keep the rows of OUT.")] = False,
+    ll128: Annotated[bool, typer.Option("--ll128", help="Try LL128 too.")] = False,
+    simulated: Annotated[bool, typer.Option("--simulated", help="gloo on the CPU.")] = False,
+    budget_seconds: Annotated[float, typer.Option(help="0: by the number of GPUs.")] = 0.0,
+    silence_seconds: Annotated[float, typer.Option(help="No word so long is a hang.")] = 15.0,
+) -> None:
+    """Measure NCCL's variables on this host's GPUs; write what is fastest and right."""
+    from pipeline.nccl.plan import Grid
+    from pipeline.nccl.tune import Options, gpu_indexes, tune
+
+    protocols = (*Grid().protocols, *(["LL128"] if ll128 else []))
+    options = Options(
+        out=out,
+        gpus=gpu_indexes(gpus),
+        train_gpus=gpu_indexes(train_gpus),
+        backend="gloo" if simulated else "nccl",
+        resume=resume,
+        budget_seconds=budget_seconds,
+        silence_seconds=silence_seconds,
+        grid=Grid(protocols=protocols),
+    )
+    tune(options, typer.echo)
 
 
 @app.command("clean-slate")

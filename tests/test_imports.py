@@ -8,7 +8,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "pipeline"
 ORDER = [
     "cli", "stages", "report", "evaluation", "training", "conversations", "capture", "draft",
-    "store", "target", "slate", "host", "containers", "settings", "kernels", "faults",
+    "store", "target", "nccl", "slate", "host", "containers", "settings", "kernels", "faults",
 ]  # fmt: skip
 
 

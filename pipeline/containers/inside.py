@@ -8,6 +8,9 @@ from pipeline.settings.load import PATH_KEYS
 from pipeline.settings.model import Settings
 
 PYTHON = Path("/opt/cleanslate/bin/python")  # of the virtual environment, in every image
+OURS = Path("/run/cleanslate")  # where a container finds what the launcher lends it
+HOST_FILE = OURS / "host.yml"
+_HOST = "run.host"
 _SERVER_PYTHON = "extract.server.python"
 _GPU_KEYS = ("prepare.answering.gpus", "extract.gpus", "train.gpus", "evaluate.gpus")
 
@@ -16,12 +19,15 @@ def inside_overrides(settings: Settings) -> list[str]:
     """Overrides, `key=value`, for the command line in a container.
 
     Paths that are relative to the caller's folder become absolute; GPUs are numbered from 0, as a
-    container sees only its own; SGLang is in the image.
+    container sees only its own; SGLang is in the image; what a ready host is, is lent.
     """
     found = [f"{_SERVER_PYTHON}={PYTHON}"]
+    if settings.run.host:
+        found.append(f"{_HOST}={HOST_FILE}")
+    lent = (_SERVER_PYTHON, _HOST)
     for keys in PATH_KEYS:
         value, key = value_of(settings, keys), ".".join(keys)
-        if isinstance(value, Path) and not value.is_absolute() and key != _SERVER_PYTHON:
+        if isinstance(value, Path) and not value.is_absolute() and key not in lent:
             found.append(f"{key}={json.dumps(str(value.absolute()), ensure_ascii=False)}")
     for key in _GPU_KEYS:
         if gpus := value_of(settings, key.split(".")):

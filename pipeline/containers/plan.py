@@ -1,6 +1,7 @@
 """Which containers a stage needs, and what each of them gets: pure, from settings to arguments."""
 
 import hashlib
+import os
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Literal
 
 from pipeline.containers.errors import ContainerError
 from pipeline.containers.images import BuiltImages
-from pipeline.containers.inside import PYTHON, inside_overrides
+from pipeline.containers.inside import HOST_FILE, OURS, PYTHON, inside_overrides
 from pipeline.settings.load import PROFILES
 from pipeline.settings.model import Folder, GgufInWheel, Settings
 
@@ -16,7 +17,6 @@ STAGES = ("target", "prepare", "extract", "train", "export", "evaluate", "report
 SERVE, CLEAN, SHOW = "serve", "clean-slate", "show"
 OTHERS = (SERVE, CLEAN, SHOW, "verify")
 
-OURS = Path("/run/cleanslate")  # where a container finds what the launcher lends it
 FACTS = OURS / "images.json"
 _CA = OURS / "ca.pem"
 _PIP_CONF = OURS / "pip.conf"
@@ -210,11 +210,13 @@ def _mounts(
 ) -> tuple[Mount, ...]:
     """The run's root to write; the profile, what it names, and what pip needs, to read."""
     source = settings.target.source
-    read = [*files, settings.prepare.input, settings.train.warm_start]
+    read = [*files, settings.prepare.input, settings.train.warm_start, settings.run.nccl]
     read += [source.path] if isinstance(source, Folder) else []
     shown = [path.absolute() for path in read if path and not path.is_relative_to(PROFILES.parent)]
     mounts = [Mount(path, path) for path in shown]
     mounts.append(Mount(caller.facts, FACTS))
+    if host := settings.run.host:
+        mounts.append(Mount(_on_host(host, caller), HOST_FILE))
     if fetches(stage, settings):
         lent = ((caller.ca, _CA), (caller.pip_conf, _PIP_CONF))
         mounts += [Mount(path, target) for path, target in lent if path]
@@ -222,6 +224,15 @@ def _mounts(
         root = settings.run.root.absolute()
         mounts.append(Mount(root, root, writable=True))
     return tuple(dict.fromkeys(mounts))
+
+
+def _on_host(path: Path, caller: Caller) -> Path:
+    """A path that a shipped profile gives is beside the image's package: the caller's has it."""
+    plain = Path(os.path.normpath(path.absolute()))
+    package = PROFILES.parent.parent
+    if plain.is_relative_to(package):
+        return caller.facts.parent.parent / plain.relative_to(package)
+    return plain
 
 
 def _limits(stage: str, settings: Settings, *, gpus: tuple[int, ...], compiles: bool) -> list[str]:

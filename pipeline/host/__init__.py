@@ -1,4 +1,5 @@
-"""The host: GPUs, disks, processes, versions. Facts only; what they mean is decided elsewhere.
+"""The host: GPUs, disks, processes, versions, and what keeps it from being a ready one.
 
-May import settings and faults.
+Facts are read within time limits and parsed by pure functions; checks compare them with what a
+ready host is and decide nothing else. May import settings and faults.
 """

@@ -17,6 +17,8 @@ PROFILES = Path(__file__).parent.parent / "profiles"
 _MOST_PARENTS = 8
 PATH_KEYS = (
     ("run", "root"),
+    ("run", "host"),
+    ("run", "nccl"),
     ("target", "source", "path"),
     ("prepare", "input"),
     ("extract", "staging"),

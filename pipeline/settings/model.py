@@ -38,6 +38,12 @@ class RunSettings(Section):
     """Size of a container's /dev/shm, besides the staging folder."""
     scratch_bytes: int = Field(default=2 << 30, ge=64 << 20)
     """Size of a container's /tmp, in memory: downloads on their way, compiled kernels."""
+    host: Path | None = None
+    """What a ready host is: an Ansible group_vars file with ready_host; stages refuse on another.
+    null: hosts are not checked."""
+    nccl: Path | None = None
+    """NCCL_* variables of this host, by use: what make tune-nccl measured, or the playbook wrote;
+    extract.server.nccl and train.nccl win, name by name."""
 
 
 class Wheel(Section):

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from pipeline.host.disk import existing_parent, free_bytes
 from pipeline.host.facts import host_facts, source_commit, versions
 from pipeline.host.gpus import GpuFacts, read_gpus
+from pipeline.host.preflight import refuse_unready, scope_of
 from pipeline.slate.errors import NotSealed, SlateError
 from pipeline.slate.lock import lock
 from pipeline.slate.log import SAY, open_log
@@ -106,6 +107,8 @@ def perform(
         log = open_log(root, stage=stage.name)
         started = time.time()
         SAY.info("%s: log %s", stage.name, log)
+        if not (resume and (output / MANIFEST).is_file()):
+            check_host(stage.name, stage.gpus, place)  # before minutes of digests
         manifests = {name: _check_input(name, path, threads) for name, path in stage.inputs.items()}
         intent = {
             "settings": dict(stage.decides),
@@ -118,6 +121,7 @@ def perform(
             return manifest
         resume = resume and _resumable(stage.name, output, intent)
         needed = stage.check()
+        environment = dict(stage.environment)  # may be refused, so before the wipe
         _check_gpus(stage.gpus, before=True)
         check_wipeable(output, root=root)
         _check_room(output, needed, resume=resume)
@@ -152,7 +156,7 @@ def perform(
                     "versions": versions(),
                     "commit": place.commit or source_commit(Path(__file__).parent),
                     "image": place.image,
-                    "environment": dict(stage.environment),
+                    "environment": environment,
                     "log": log.name,
                 },
             )
@@ -262,6 +266,19 @@ def _check_room(output: Path, needed: int, *, resume: bool) -> None:
             wanted=f"{needed >> 20} MiB",
             next_step="free space there, or set run.root to a larger disk",
         )
+
+
+def check_host(name: str, gpus: tuple[int, ...], place: Place) -> None:
+    """HostError, with all that is wrong, unless the host is what a stage on `gpus` wants."""
+    if place.wanted is None:
+        return
+    scope = scope_of(
+        name,
+        gpus=gpus,
+        container=place.container is not None,
+        shm_bytes=place.shared_memory_bytes,
+    )
+    SAY.info("%s", refuse_unready(place.wanted, scope))
 
 
 def _check_gpus(wanted: tuple[int, ...], *, before: bool) -> None:

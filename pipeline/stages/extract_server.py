@@ -91,7 +91,7 @@ def environment_of(run: Run, *, staging: Path) -> dict[str, str]:
         device=server.device,
         tensor_parallel=server.tensor_parallel,
         cores=run.threads,
-        nccl=server.nccl,
+        nccl=run.nccl("extraction", explicit=server.nccl, gpus=run.settings.extract.gpus),
         capture=str(staging / CONFIGURATION),
     )
     return run.environment(gpus=run.settings.extract.gpus, extra=extra)

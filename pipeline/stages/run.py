@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from pipeline.nccl.cases import Use
+from pipeline.nccl.profile import environment_for
 from pipeline.settings.environment import available_cores, stage_environment
 from pipeline.settings.model import Folder, Settings
 from pipeline.slate.place import HOST, Place
@@ -70,6 +72,16 @@ class Run:
     ) -> dict[str, str]:
         """What a stage sets for its children."""
         return stage_environment(threads=self.threads, gpus=gpus, extra=extra)
+
+    def nccl(
+        self, use: Use, *, explicit: Mapping[str, str], gpus: tuple[int, ...]
+    ) -> dict[str, str]:
+        """NCCL_* variables of a stage's processes: the host's, then what its settings say.
+
+        NcclError when run.nccl cannot be used.
+        """
+        path = self.settings.run.nccl
+        return environment_for(path, use, explicit=explicit, gpus=len(gpus))
 
     def tokenizer(self) -> Any:
         """The target's tokenizer."""

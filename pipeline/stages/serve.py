@@ -16,7 +16,7 @@ from pipeline.slate.errors import SlateError
 from pipeline.slate.lock import lock
 from pipeline.slate.log import SAY, log_only, open_log
 from pipeline.slate.manifest import Manifest
-from pipeline.slate.stage import ensure, gpu_problems
+from pipeline.slate.stage import check_host, ensure, gpu_problems
 from pipeline.stages.errors import StageError
 from pipeline.stages.extract_server import known_interpreter
 from pipeline.stages.plan import STAGES, needed_by
@@ -40,6 +40,7 @@ def serve_run(run: Run) -> None:
     with lock(run.folder, purpose="serve", container=run.place.container):
         log = open_log(run.folder, stage="serve")
         known_interpreter(run)
+        check_host("serve", plan.gpus, run.place)
         if plan.gpus and (problems := gpu_problems(read_gpus(), plan.gpus)):
             raise SlateError(
                 "; ".join(problems),

@@ -77,7 +77,7 @@ def plan_environment(run: Run, plan: ServerPlan) -> dict[str, str]:
         device=server.device,
         tensor_parallel=server.tensor_parallel,
         cores=run.threads,
-        nccl=server.nccl,
+        nccl=run.nccl("extraction", explicit=server.nccl, gpus=plan.gpus),
     )
     return run.environment(gpus=plan.gpus, extra=extra)
 

@@ -90,7 +90,8 @@ class TrainStage:
     def environment(self) -> Mapping[str, str]:
         """Of the ranks: threads are shared out between those of one host."""
         threads = max(1, self._run.threads // self._settings.ranks)
-        extra = {**self._settings.nccl, "OMP_NUM_THREADS": str(threads)}
+        nccl = self._run.nccl("training", explicit=self._settings.nccl, gpus=self.gpus)
+        extra = {**nccl, "OMP_NUM_THREADS": str(threads)}
         return self._run.environment(gpus=self.gpus, extra=extra)
 
     def _config(self) -> DrafterConfig:

@@ -276,6 +276,17 @@ def test_a_file_of_the_package_is_the_images_own() -> None:
     assert sources == [CALLER.facts, Path("/data/runs")]
 
 
+def test_what_a_ready_host_is_is_lent_from_the_checkout_or_from_where_it_is_named() -> None:
+    inside = Path("/run/cleanslate/host.yml")
+    shipped = {mount.target: mount for mount in last("train", "kimi-k2.5").mounts}
+    assert shipped[inside].source == Path("/src/ansible/group_vars/gpu_hosts.yml")
+    assert not shipped[inside].writable
+    own = last("train", "kimi-k2.5", "run.host=/etc/mine.yml")
+    assert {m.target: m.source for m in own.mounts}[inside] == Path("/etc/mine.yml")
+    assert f"run.host={inside}" in sets(own)
+    assert inside not in {mount.target for mount in last("train", "tiny").mounts}
+
+
 def test_paths_of_overrides_become_absolute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,6 +305,8 @@ def test_the_inner_settings_are_the_outer_ones_but_for_places() -> None:
     ).settings.model_dump()
     assert inner["train"].pop("gpus") == (0, 1, 2, 3)
     assert outer["train"].pop("gpus") == (4, 5, 6, 7)
+    assert inner["run"].pop("host") == Path("/run/cleanslate/host.yml")
+    assert outer["run"].pop("host").name == "gpu_hosts.yml"
     assert inner["extract"]["server"].pop("python") == Path("/opt/cleanslate/bin/python")
     del outer["extract"]["server"]["python"]
     assert inner == outer

@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.host.errors import HostError
 from pipeline.host.gpus import Gpu, GpuFacts, GpuProcess, read_gpus
+from pipeline.host.wanted import Wanted
 from pipeline.slate.errors import LockHeld, NotSealed, SlateError, WipeRefused
 from pipeline.slate.lock import lock
 from pipeline.slate.manifest import Manifest
+from pipeline.slate.place import Place
 from pipeline.slate.stage import ensure, gpu_problems, perform
 from pipeline.slate.wipe import MANIFEST
 
@@ -275,6 +278,30 @@ def test_a_stage_that_wants_gpus_does_not_start_without_them(tmp_path: Path) -> 
     with pytest.raises(SlateError, match="no NVIDIA driver"):
         run(tmp_path, DemoStage(gpus=(0,)))
     assert (tmp_path / "demo" / MANIFEST).exists()
+
+
+def ready_host(folder: Path) -> Place:
+    names = [name for name in Wanted.model_fields if name != "states_tmpfs"]
+    size = f"{{path: {folder}/absent, bytes: 1048576}}"
+    lines = [f"  states_tmpfs: {size}", *(f"  {name}: null" for name in names)]
+    (folder / "host.yml").write_text("\n".join(["ready_host:", *lines]))
+    return Place(wanted=folder / "host.yml")
+
+
+def test_a_host_that_is_not_ready_is_refused_before_the_wipe(tmp_path: Path) -> None:
+    stage, place = DemoStage(), ready_host(tmp_path)
+    stage.name = "extract"  # which needs a tmpfs
+    before = run(tmp_path, stage)
+    with pytest.raises(HostError, match=f"HOST-TMPFS-MISSING {tmp_path}/absent"):
+        perform(stage, root=tmp_path, resume=False, threads=2, place=place)
+    assert Manifest.read(tmp_path / "extract").digest == before.digest
+    again = perform(stage, root=tmp_path, resume=True, threads=2, place=place)
+    assert again.provenance == before.provenance
+
+
+def test_a_stage_that_needs_nothing_of_the_host_runs_on_any(tmp_path: Path) -> None:
+    place = ready_host(tmp_path)
+    assert perform(DemoStage(), root=tmp_path, resume=False, threads=2, place=place).counts
 
 
 HELD = Gpu(1, "RTX PRO 6000", 636, 97887, (GpuProcess(4242, 600, "python -m sglang"),))

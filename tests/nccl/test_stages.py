@@ -1,0 +1,85 @@
+"""Stages get the host's NCCL variables, and are refused before anything is wiped."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from pipeline.nccl.errors import NcclError
+from pipeline.settings.load import load_settings
+from pipeline.slate.stage import Outcome, Workspace, perform
+from pipeline.slate.wipe import MANIFEST
+from pipeline.stages.extract_server import environment_of
+from pipeline.stages.run import Run
+from pipeline.stages.server import ServerPlan, plan_environment
+from pipeline.stages.train import TrainStage
+
+EXTRACTION = {"NCCL_PROTO": "LL", "NCCL_P2P_LEVEL": "LOC"}
+TRAINING = {"NCCL_PROTO": "Simple", "NCCL_BUFFSIZE": "16777216"}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """The server and two ranks on two GPUs, on a host with a file."""
+    path = tmp_path / "nccl.json"
+    path.write_text(json.dumps({"extraction": EXTRACTION, "training": TRAINING}))
+    profile = tmp_path / "two.yaml"
+    profile.write_text(f"""
+extends: tiny-sglang
+run: {{root: {tmp_path}, nccl: nccl.json}}
+extract: {{gpus: [0, 1], server: {{device: cuda, tensor_parallel: 2}}}}
+train: {{ranks: 2, gpus: [0, 1], nccl: {{NCCL_DEBUG: WARN}}}}
+evaluate: {{engine: sglang, gpus: [0, 1]}}
+""")
+    return Run(load_settings(str(profile)).settings)
+
+
+def of_nccl(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name.startswith("NCCL_")}
+
+
+def test_training_gets_what_is_for_training_and_its_own(run: Run) -> None:
+    assert of_nccl(TrainStage(run).environment) == {**TRAINING, "NCCL_DEBUG": "WARN"}
+
+
+def test_servers_get_what_is_for_extraction(run: Run, tmp_path: Path) -> None:
+    assert of_nccl(environment_of(run, staging=tmp_path)) == EXTRACTION
+    plan = ServerPlan("bfloat16", gpus=run.settings.evaluate.gpus)
+    assert of_nccl(plan_environment(run, plan)) == EXTRACTION
+
+
+class Refused:
+    """A stage whose environment cannot be made once `path` is no file of winners."""
+
+    name = "refused"
+    gpus = ()
+    inputs: Mapping[str, Path] = {}
+    decides: Mapping[str, str] = {}
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return self._run.nccl("training", explicit={}, gpus=(0, 1))
+
+    def check(self) -> int:
+        return 0
+
+    def run(self, workspace: Workspace) -> None:
+        (workspace.output / "file").write_text("made")
+
+    def verify(self, workspace: Workspace) -> Outcome:
+        return Outcome(counts={}, facts={})
+
+
+def test_a_file_that_cannot_be_used_is_refused_before_the_wipe(run: Run, tmp_path: Path) -> None:
+    assert run.settings.run.nccl is not None
+    manifest = perform(Refused(run), root=tmp_path, resume=False, threads=1)
+    assert manifest.provenance["environment"] == TRAINING
+    run.settings.run.nccl.write_text("{}")
+    with pytest.raises(NcclError):
+        perform(Refused(run), root=tmp_path, resume=False, threads=1)
+    assert (tmp_path / "refused" / MANIFEST).is_file()
+    assert (tmp_path / "refused" / "file").read_text() == "made"
