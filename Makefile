@@ -125,10 +125,9 @@ base: ## Build the images' base from Debian packages (MIRROR=)
 	@MIRROR="$(MIRROR)" bash docker/base/build.sh docker/base/packages.txt
 # Of the command line alone: some shells export a HOST of their own.
 ASKED = $(if $(filter command,$(firstword $(origin HOST))),$(HOST),local://)
-READY_HOST ?= ansible/group_vars/gpu_hosts.yml
 .PHONY: host-test
-host-test: $(VENV)/ready-for-tests ## Is HOST=ssh://root@gpu1 ready (also local://, docker://; GPUS=required)
-	@$(VENV)/bin/python -m pytest -q tests/host --hosts="$(ASKED)" --host-wanted="$(READY_HOST)" \
+host-test: $(VENV)/ready-for-tests ## Is HOST=ssh://root@gpu1 ready (also local://, docker://; GPUS=required HOST_FILE=)
+	@$(VENV)/bin/python -m pytest -q tests/host --hosts="$(ASKED)" --host-wanted="$(HOST_FILE)" \
 		$(if $(GPUS),--host-gpus="$(GPUS)")
 .PHONY: ansible
 ansible: $(HOSTS)/ready ## Install ansible-playbook and ansible-lint into $(HOSTS)

@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from pipeline.host.errors import HostError
+from pipeline.settings.strict_yaml import StrictLoader
 
 _PAGE_BYTES = 4096  # the kernel rounds a tmpfs up to it: any other size could never be the live one
 _NOT_DEDICATED = ("/", "/dev/shm", "/run", "/tmp", "/var/tmp")  # noqa: S108  names to refuse
@@ -182,7 +183,7 @@ def read_wanted(path: Path) -> Wanted:
     HostError names the file, the key, what stands there and what may.
     """
     try:
-        value = yaml.load(path.read_text(encoding="utf-8"), Loader=_Unique)  # noqa: S506  safe
+        value = yaml.load(path.read_text(encoding="utf-8"), Loader=StrictLoader)  # noqa: S506  safe
     except (OSError, UnicodeError, yaml.YAMLError, ValueError) as error:
         raise HostError(
             f"{path}: {error}",
@@ -241,20 +242,3 @@ def _templated(value: Any) -> str | None:
         if (below := _templated(inner)) is not None:
             return f"{key}.{below}"
     return None
-
-
-class _Unique(yaml.SafeLoader):
-    """YAML's safe loader, with repeated keys refused instead of the last one winning."""
-
-
-def _unique_mapping(loader: _Unique, node: yaml.MappingNode) -> dict[Any, Any]:
-    keys = [loader.construct_object(key, deep=True) for key, _ in node.value]
-    for key in keys:
-        if keys.count(key) > 1:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"key {key!r} stands twice", node.start_mark
-            )
-    return loader.construct_mapping(node, deep=True)
-
-
-_Unique.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)

@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 
 from pipeline.settings.errors import SettingsError
 from pipeline.settings.model import Settings
+from pipeline.settings.strict_yaml import StrictLoader
 
 PROFILES = Path(__file__).parent.parent / "profiles"
 _MOST_PARENTS = 8
@@ -144,26 +145,9 @@ def _chain(profile: str) -> list[Path]:
     return paths
 
 
-class _Strict(yaml.SafeLoader):
-    """YAML's safe loader, with repeated keys refused instead of the last one winning."""
-
-
-def _unique_mapping(loader: _Strict, node: yaml.MappingNode) -> dict[Any, Any]:
-    keys = [loader.construct_object(key, deep=True) for key, _ in node.value]
-    for key in keys:
-        if keys.count(key) > 1:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"key {key!r} stands twice", node.start_mark
-            )
-    return loader.construct_mapping(node, deep=True)
-
-
-_Strict.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
-
-
 def _read(path: Path) -> dict[str, Any]:
     try:
-        value = yaml.load(path.read_text(encoding="utf-8"), Loader=_Strict)  # noqa: S506  safe
+        value = yaml.load(path.read_text(encoding="utf-8"), Loader=StrictLoader)  # noqa: S506  safe
     except (OSError, UnicodeError, yaml.YAMLError) as error:
         raise SettingsError(
             f"profile {path}: {error}",
