@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from pydantic_core import to_jsonable_python
 
 from pipeline.containers.images import BuiltImages, check_same_code
 from pipeline.containers.lines import lines_of
@@ -29,6 +30,7 @@ from pipeline.slate.manifest import Manifest
 from pipeline.slate.place import Place
 from pipeline.slate.stage import StageStopped
 from pipeline.slate.wipe import MANIFEST, read_marker
+from pipeline.stages.nccl_file import unseen_nccl
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__
@@ -200,20 +202,10 @@ def show(
     """Print every setting with its value, origin and meaning."""
     loaded = _load(profile, overrides, input_path, answers)
     for key, value, meaning in flatten(loaded.settings):
-        shown = json.dumps(_plain(value), ensure_ascii=False)
+        shown = json.dumps(to_jsonable_python(value), ensure_ascii=False)
         origin = origin_of(key, loaded.origins)
         typer.echo(f"{key} = {shown}   [{origin}]" + (f"   {meaning}" if meaning else ""))
     typer.echo(f"(run folder: {loaded.settings.folder})")
-
-
-def _plain(value: Any) -> Any:
-    if hasattr(value, "model_dump"):
-        return value.model_dump(mode="json")
-    if isinstance(value, tuple):
-        return [_plain(one) for one in value]
-    if isinstance(value, Path):
-        return str(value)
-    return value
 
 
 @app.command()
@@ -383,6 +375,9 @@ def container_plan(
         begun={name for name in STAGES if (folder / name).is_dir() and read_marker(folder / name)},
         sealed=sealed,
     )
+    if file := unseen_nccl(request, settings, shown):
+        typer.echo(f"need {file}")
+        return
     caller = Caller(user=user, facts=facts, network=network, ca=ca, pip_conf=pip_conf)
     built = BuiltImages.read(FACTS)
     containers = [] if stage == "release" else plan(settings, request, caller=caller, built=built)

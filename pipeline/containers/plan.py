@@ -146,6 +146,12 @@ def gpus_of(stage: str, settings: Settings) -> tuple[int, ...]:
     return found.get(stage, ())
 
 
+def nccl_gpus(stage: str, settings: Settings) -> int:
+    """How many GPUs a stage's own processes talk between by NCCL; 0: they do not."""
+    gpus = len(gpus_of(stage, settings)) if image_kind(stage, settings) == "extractor" else 0
+    return gpus if gpus > 1 else 0
+
+
 def fetches(stage: str, settings: Settings) -> bool:
     """Whether a stage may need the network: to fetch the wheels that the profile pins."""
     if stage == "target":

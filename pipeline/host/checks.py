@@ -9,12 +9,14 @@ from pipeline.host.check_gpus import check_acs, check_driver, check_gpus
 from pipeline.host.docker import DAEMON_FILE
 from pipeline.host.finding import Finding, Notes, Scope, Verdict
 from pipeline.host.gather import HostFacts
+from pipeline.host.nccl import FILE, difference
 from pipeline.host.reader import Missing
 from pipeline.host.wanted import (
     Wanted,
     WantedContainers,
     WantedKernel,
     WantedLimits,
+    WantedNccl,
     WantedTmpfs,
     WantedUser,
 )
@@ -52,6 +54,8 @@ def examine(wanted: Wanted, facts: HostFacts, scope: Scope = _ALL) -> Verdict:
         _check_docker(wanted.containers, facts, notes)
     if wanted.run_user:
         _check_user(wanted.run_user, facts, notes)
+    if wanted.nccl:
+        _check_nccl(wanted.nccl, facts, notes)
     return notes.verdict
 
 
@@ -354,3 +358,15 @@ def _check_user(wanted: WantedUser, facts: HostFacts, notes: Notes) -> None:
             "HOST-USER-DIRECTORY", path, found,
             wanted=f"a folder of uid {wanted.uid}, {wanted.name}", next_step=_tags("run_user"),
         )  # fmt: skip
+
+
+def _check_nccl(wanted: WantedNccl, facts: HostFacts, notes: Notes) -> None:
+    if said := difference(wanted.model_dump(), facts.nccl):
+        notes.fault(
+            "HOST-NCCL-PROFILE",
+            FILE,
+            said,
+            wanted="ready_host.nccl, nothing more and nothing less",
+            next_step="put what make tune-nccl printed into ready_host.nccl, if it is that; then "
+            + _tags("nccl"),
+        )

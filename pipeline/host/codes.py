@@ -38,6 +38,7 @@ CODES: Mapping[str, str] = {
     "HOST-DOCKER-DAEMON": "daemon.json differs from what is wanted",
     "HOST-USER": "the run user is absent or different",
     "HOST-USER-DIRECTORY": "a folder of the run user is absent or somebody else's",
+    "HOST-NCCL-PROFILE": "the file of NCCL's variables is absent or not as wanted",
 }
 
 HARDWARE = frozenset(code for code in CODES if code.startswith("HOST-GPU-")) | {
@@ -71,6 +72,7 @@ OUT_OF_SIGHT = _THROUGH_TMPFS | {
     "HOST-DOCKER-DAEMON",
     "HOST-USER",
     "HOST-USER-DIRECTORY",
+    "HOST-NCCL-PROFILE",
 }
 
 

@@ -14,6 +14,7 @@ from pipeline.host.limits import Limits, read_limits
 from pipeline.host.logind import RemoveIpc, read_remove_ipc
 from pipeline.host.logs import Event, read_events
 from pipeline.host.lspci import PciFacts, read_pci
+from pipeline.host.nccl import read_nccl
 from pipeline.host.packages import Package, read_packages
 from pipeline.host.reader import Entry, Missing, Reader, Room
 from pipeline.host.sysctl import read_sysctl
@@ -45,6 +46,7 @@ class HostFacts:
     docker: DockerFacts | Missing = NOT_READ
     user: User | Missing | None = NOT_READ
     folders: Mapping[str, Entry | Missing] = field(default_factory=dict)
+    nccl: Any | Missing = NOT_READ
 
     def as_json(self) -> dict[str, Any]:
         """As JSON, without what was not read."""
@@ -90,6 +92,7 @@ def gather(
         docker=if_asked(("HOST-DOCKER",), lambda: read_docker(reader)),
         user=if_asked(("HOST-USER",), lambda: read_user(reader, user.name)) if user else NOT_READ,
         folders={} if isinstance(found_folders, Missing) else found_folders,
+        nccl=if_asked(("HOST-NCCL",), lambda: read_nccl(reader)),
     )
 
 

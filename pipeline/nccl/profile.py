@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pipeline.host.nccl import FILE as PLAYBOOK_FILE
 from pipeline.nccl.cases import USES, Use
 from pipeline.nccl.errors import NcclError
 from pipeline.nccl.record import FORMAT, read_record, read_value
@@ -16,14 +17,28 @@ def environment_for(
 
     path: run.nccl, a file of make tune-nccl, or the playbook's {"extraction": {NAME: value},
     "training": {...}}. explicit wins, name by name, and is all there is without a path, or for a
-    stage on fewer than two GPUs. NcclError when a sweep was of another number of GPUs, or has no
-    winner.
+    stage on fewer than two GPUs. NcclError when the file cannot be read, or a sweep was of another
+    number of GPUs or has no winner.
     """
     if path is None or gpus < 2:
         return dict(explicit)
-    value = read_value(path)
+    value = _read(path)
     found = value[use] if _from_playbook(value) else _winner(path, use, gpus=gpus)
     return {**found, **explicit}
+
+
+def _read(path: Path) -> Any:
+    """NcclError that names all three ways out: a stage may meet a host on which nobody did any."""
+    try:
+        return read_value(path)
+    except NcclError as error:
+        raise NcclError(
+            f"run.nccl cannot be read: {error.found}",
+            wanted="NCCL's variables of this host, as the playbook or make tune-nccl writes them",
+            next_step=f"ansible-playbook site.yml --tags nccl writes {PLAYBOOK_FILE}; or make "
+            "tune-nccl OUT=runs/host/nccl.json and SET='run.nccl=runs/host/nccl.json'; or, for "
+            "NCCL's own choice, SET='run.nccl=null'",
+        ) from error
 
 
 def _from_playbook(value: Any) -> bool:

@@ -46,15 +46,24 @@ class Record:
         """The winner of each use, as far as the rows go."""
         return {use: judge(use, self.rows, grid) for use in USES}
 
-    def write(self, path: Path, grid: Grid, *, not_run: Sequence[str] = ()) -> None:
-        """Writes the file. not_run: names of candidates that time did not suffice for."""
-        uses = {
-            use: {**asdict(verdict), "gpus": list(self.gpus[use])}
+    def environments(self, grid: Grid) -> dict[str, dict[str, str] | None]:
+        """What the winner of each use sets, all of it; None where nothing worked."""
+        return {
+            use: None if verdict.environment is None else {**ALWAYS, **verdict.environment}
             for use, verdict in self.verdicts(grid).items()
         }
-        for value in uses.values():
-            if value["environment"] is not None:
-                value["environment"] = {**ALWAYS, **value["environment"]}
+
+    def write(self, path: Path, grid: Grid, *, not_run: Sequence[str] = ()) -> None:
+        """Writes the file. not_run: names of candidates that time did not suffice for."""
+        environments = self.environments(grid)
+        uses = {
+            use: {
+                **asdict(verdict),
+                "gpus": list(self.gpus[use]),
+                "environment": environments[use],
+            }
+            for use, verdict in self.verdicts(grid).items()
+        }
         write_json(
             path,
             {
@@ -112,7 +121,24 @@ def read_record(path: Path) -> dict[str, Any]:
             wanted=f"format {FORMAT}",
             next_step="make tune-nccl",
         )
+    if not (isinstance(value["uses"], dict) and all(_is_use(value["uses"].get(u)) for u in USES)):
+        raise NcclError(
+            f"{path} does not say GPUs and environment of each use",
+            wanted=f"a whole file of make tune-nccl, with the uses {', '.join(USES)}",
+            next_step="make tune-nccl",
+        )
     return dict(value)
+
+
+def _is_use(value: Any) -> bool:
+    """Whether what a file says of one use has the shape that `Record.write` gives it."""
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("gpus"), list)
+        and isinstance(value.get("why"), str)
+        and isinstance(found := value.get("environment", ""), dict | None)
+        and all(isinstance(one, str) for one in (found or {}).values())
+    )
 
 
 def identify(

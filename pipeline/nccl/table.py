@@ -1,6 +1,8 @@
 """The table of a sweep, in Markdown, so that it can be kept beside a benchmark."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+
+import yaml
 
 from pipeline.nccl.cases import USES, Case
 from pipeline.nccl.plan import Verdict
@@ -29,15 +31,30 @@ def table(record: Record, cases: Sequence[Case], verdicts: dict[str, Verdict]) -
 
 
 def heading(record: Record) -> str:
-    """Host, GPUs and versions in one line; SIMULATED where it is no NCCL."""
+    """Host, GPUs and versions, as far as known, in one line; SIMULATED where it is no NCCL."""
     on = record.identity
     if record.simulated:
         return f"SIMULATED: gloo on the CPU of {on['host']}, torch {on['torch']}; no NCCL, no GPU"
     names = sorted(set(on["gpus"]))
+    nccl = f"NCCL {record.nccl}" if record.nccl else "NCCL"  # known after the first attempt
     return (
-        f"NCCL {record.nccl} on {on['host']}: {len(on['gpus'])} x {', '.join(names)}, driver "
+        f"{nccl} on {on['host']}: {len(on['gpus'])} x {', '.join(names)}, driver "
         f"{on['driver']}, torch {on['torch']}"
     )
+
+
+def for_ready_host(environments: Mapping[str, Mapping[str, str] | None]) -> list[str]:
+    """What `ready_host` of this host is to have, as YAML; nothing unless every use has a winner.
+
+    environments: use -> what its winner sets.
+    """
+    if None in environments.values():
+        return []
+    text = yaml.safe_dump({"nccl": dict(environments)}, width=200)
+    return [
+        "for ready_host in ansible/group_vars/gpu_hosts.yml, or of this host:",
+        *(f"  {line}" for line in text.splitlines()),
+    ]
 
 
 def row_line(row: Row) -> str:

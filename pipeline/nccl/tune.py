@@ -13,7 +13,7 @@ from pipeline.nccl.errors import HINTS, NcclError
 from pipeline.nccl.plan import Grid, Planned, confirmation, pending
 from pipeline.nccl.record import ALWAYS, Record, identify
 from pipeline.nccl.rows import name_of, rows_of
-from pipeline.nccl.table import heading, row_line, table
+from pipeline.nccl.table import for_ready_host, heading, row_line, table
 from pipeline.settings.environment import child_environment, stage_environment
 from pipeline.slate.lock import lock
 from pipeline.slate.stage import gpu_problems
@@ -101,6 +101,9 @@ class _Sweep:
                 "(make tune-nccl RESUME=1 goes on)"
             )
         self._say(f"written: {self._options.out} (run.nccl takes it)")
+        if not record.simulated:
+            for line in for_ready_host(record.environments(grid)):
+                self._say(line)
         self._refuse_nothing()
 
     def _try_all(self) -> None:

@@ -19,9 +19,15 @@ from pipeline.slate.manifest import Manifest
 from pipeline.slate.stage import check_host, ensure, gpu_problems
 from pipeline.stages.errors import StageError
 from pipeline.stages.extract_server import known_interpreter
-from pipeline.stages.plan import STAGES, needed_by
+from pipeline.stages.plan import STAGES, check_environments, needed_by
 from pipeline.stages.run import Run
-from pipeline.stages.server import Drafting, ServerPlan, check_running, make_server
+from pipeline.stages.server import (
+    Drafting,
+    ServerPlan,
+    check_running,
+    make_server,
+    plan_environment,
+)
 
 KEY_FILE = "serve.key"
 _LOOK_SECONDS = 1.0
@@ -34,9 +40,12 @@ def serve_run(run: Run) -> None:
     readable by its owner alone, for as long as the server runs. StageError and SlateError before
     the start; ServerDied when the server ends by itself.
     """
-    for name in [*needed_by("export", run), "export"]:
-        ensure(STAGES[name](run), root=run.folder, threads=run.threads, place=run.place)
     plan = serving_plan(run)
+    plan_environment(run, plan)  # may be refused, so before anything is made
+    names = [*needed_by("export", run), "export"]
+    check_environments(names, run)
+    for name in names:
+        ensure(STAGES[name](run), root=run.folder, threads=run.threads, place=run.place)
     with lock(run.folder, purpose="serve", container=run.place.container):
         log = open_log(run.folder, stage="serve")
         known_interpreter(run)

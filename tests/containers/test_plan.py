@@ -1,5 +1,7 @@
 """What each stage's container gets, from the settings alone."""
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from pipeline.stages.plan import needed_by
 from pipeline.stages.run import Run
 
 TRAINER, EXTRACTOR = f"sha256:{'1' * 64}", f"sha256:{'2' * 64}"
+PACKAGE = Path(__file__).parents[2] / "pipeline"
 CALLER = Caller(user="1000:1001", facts=Path("/src/images/images.json"))
 
 
@@ -285,6 +288,65 @@ def test_what_a_ready_host_is_is_lent_from_the_checkout_or_from_where_it_is_name
     assert {m.target: m.source for m in own.mounts}[inside] == Path("/etc/mine.yml")
     assert f"run.host={inside}" in sets(own)
     assert inside not in {mount.target for mount in last("train", "tiny").mounts}
+
+
+@pytest.mark.parametrize("stage", ["extract", "train", "evaluate", "serve"])
+def test_the_hosts_nccl_variables_are_lent_where_stages_look_for_them(stage: str) -> None:
+    """run.sh leaves a mount out where the host has no file: then the stage itself says so."""
+    file = Path("/etc/cleanslate/nccl.json")
+    container = last(stage, "kimi-k2.5")
+    assert [one.source for one in container.mounts if one.target == file] == [file]
+    assert not any(one.writable for one in container.mounts if one.target == file)
+    assert not [one for one in sets(container) if one.startswith("run.nccl")]
+
+
+def asked_for_plan(
+    stage: str, folder: Path, *more: str, shown: tuple[Path, ...]
+) -> subprocess.CompletedProcess[str]:
+    """The command in which run.sh asks for a plan: no image is built here, so none comes out."""
+    sets = (f"run.root={folder}", f"run.nccl={folder}/nccl.json", *more)
+    return subprocess.run(
+        [
+            *(sys.executable, "-m", "pipeline.cli", "container-plan", stage, "--user", "0:0"),
+            *("--facts", str(folder / "images.json"), "--tree", str(PACKAGE)),
+            *("--profile", "kimi-k2.5"),
+            *(part for one in sets for part in ("--set", one)),
+            *(part for one in shown for part in ("--shown", str(one))),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_missing_file_of_nccls_variables_is_said_before_the_first_container(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "nccl.json"
+    first = asked_for_plan("train", tmp_path, shown=(tmp_path,))
+    assert first.stdout == f"need {file}\n"
+    refused = asked_for_plan("train", tmp_path, shown=(tmp_path, file))
+    assert refused.returncode == 1
+    assert f"error: run.nccl cannot be read: {file}" in refused.stderr
+    file.write_text('{"extraction": {}, "training": {}}')
+    there = asked_for_plan("train", tmp_path, shown=(tmp_path, file))
+    assert "images.json" in there.stderr
+
+
+@pytest.mark.parametrize(
+    ("stage", "more"),
+    [
+        ("prepare", ()),
+        (
+            "extract",
+            ("extract.gpus=[0]", "evaluate.gpus=[0]", "extract.server.tensor_parallel=1"),
+        ),
+    ],
+)
+def test_stages_that_send_nothing_do_not_ask_for_the_file(
+    tmp_path: Path, stage: str, more: tuple[str, ...]
+) -> None:
+    assert "images.json" in asked_for_plan(stage, tmp_path, *more, shown=(tmp_path,)).stderr
 
 
 def test_paths_of_overrides_become_absolute(

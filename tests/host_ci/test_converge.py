@@ -52,6 +52,11 @@ DRIFTS = {
         "sed -i s/RemoveIPC=no/RemoveIPC=yes/ /etc/systemd/logind.conf.d/zz-cleanslate.conf && "
         "systemctl restart systemd-logind",
     ),
+    "NCCL's variables are edited": Drift(
+        "HOST-NCCL-PROFILE",
+        "test_nccl.py",
+        """echo '{"extraction": {}, "training": {}}' >/etc/cleanslate/nccl.json""",
+    ),
 }
 
 

@@ -82,6 +82,7 @@ def ready(wanted: Wanted, simulated: str) -> HostFacts:
     """Facts of a host that is all that `wanted` wants."""
     assert wanted.states_tmpfs
     assert wanted.containers
+    assert wanted.nccl
     buses = ("0000:41:00.0", "0000:61:00.0")
     return HostFacts(
         gpus=GpuFacts(tuple(_gpu(n, bus) for n, bus in enumerate(buses)), "580.95.05", None),
@@ -118,6 +119,7 @@ def ready(wanted: Wanted, simulated: str) -> HostFacts:
             path: Entry(2000, 2000, 0o750, folder=True)
             for path in ("/srv/cleanslate", "/srv/cleanslate/runs")
         },
+        nccl=wanted.nccl.model_dump(),
     )
 
 

@@ -96,6 +96,9 @@ FAULTS = [
         **facts.folders, "/srv/cleanslate": Entry(0, 0, 0o755, folder=True)}), "belongs to uid 0"),
     ("HOST-USER-DIRECTORY", lambda facts: replace(facts, folders={
         **facts.folders, "/srv/cleanslate": Entry(2000, 0, 0o644, folder=False)}), "no folder"),
+    ("HOST-NCCL-PROFILE", whole(nccl=Missing("no file")), "no file"),
+    ("HOST-NCCL-PROFILE", lambda facts: replace(facts, nccl={
+        **facts.nccl, "training": {}}), "other values of training.NCCL_IB_DISABLE"),
 ]  # fmt: skip
 
 
@@ -158,7 +161,7 @@ def test_a_part_that_is_null_is_not_checked(wanted: Wanted, section: str) -> Non
     others = {*(s.check for s in left.skipped), *(f.code for f in left.findings)}
     shared = {"HOST-DRIVER-HELD", "HOST-GPU-MISMATCH"}  # packages are of driver and containers
     assert not (codes & others) - shared
-    assert bool(codes) is (section != "nccl")  # variables of a stage, nothing of the host's
+    assert codes
 
 
 def test_without_a_wanted_size_shm_is_not_judged(wanted: Wanted, ready: HostFacts) -> None:

@@ -31,9 +31,9 @@ def test_in_a_container_the_hosts_own_is_not_judged(code: str) -> None:
     assert Scope().wants(code)
 
 
-def test_a_containers_own_tmpfs_packages_and_users_say_nothing_of_the_host() -> None:
+def test_a_containers_own_tmpfs_packages_users_and_files_say_nothing_of_the_host() -> None:
     assert {code.split("-")[1] for code in OUT_OF_SIGHT} == {
-        "TMPFS", "SHM", "KERNEL", "DRIVER", "DOCKER", "USER",
+        "TMPFS", "SHM", "KERNEL", "DRIVER", "DOCKER", "USER", "NCCL",
     }  # fmt: skip
     assert not OUT_OF_SIGHT & {"HOST-SHM-SIZE", "HOST-KERNEL-ACS", "HOST-DRIVER-BRANCH"}
 
@@ -63,6 +63,11 @@ def test_a_stage_without_gpus_asks_for_nothing_but_the_tmpfs_of_extract() -> Non
     tmpfs = codes_of_stage("extract", gpus=False)
     assert {code.split("-")[1] for code in tmpfs} == {"TMPFS", "SHM"}
     assert tmpfs < codes_of_stage("extract", gpus=True)
+
+
+@pytest.mark.parametrize("stage", ["prepare", "extract", "train", "evaluate", "serve"])
+def test_the_file_of_nccls_variables_stops_no_stage_that_takes_others(stage: str) -> None:
+    assert "HOST-NCCL-PROFILE" not in codes_of_stage(stage, gpus=True)
 
 
 def test_what_only_the_next_boot_meets_stops_no_stage() -> None:

@@ -1,5 +1,6 @@
 """A whole recorded host, read and judged; and that nothing is read which nobody asked for."""
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,9 +8,10 @@ from dataclasses import replace
 import pytest
 
 from pipeline.host.checks import examine
-from pipeline.host.finding import Scope
+from pipeline.host.finding import Scope, Verdict
 from pipeline.host.gather import NOT_READ, HostFacts, gather
 from pipeline.host.gpus import GpuFacts
+from pipeline.host.nccl import FILE
 from pipeline.host.reader import Missing
 from pipeline.host.wanted import Wanted
 
@@ -22,7 +24,7 @@ def test_a_stage_without_gpus_wakes_no_driver(wanted: Wanted, recorded: Callable
     scope = Scope(frozenset({"HOST-TMPFS-SIZE", "HOST-SYSCTL"}))
     facts = gather(wanted, recorded({"/proc/self/mounts": ""}), scope, gpus=nothing)
     assert facts.gpus == HostFacts().gpus
-    assert facts.pci is facts.docker is facts.limits is NOT_READ
+    assert facts.pci is facts.docker is facts.limits is facts.nccl is NOT_READ
     assert facts.tmpfs is not NOT_READ
     assert set(facts.sysctl) == {"vm.swappiness", "kernel.numa_balancing"}
     assert set(facts.as_json()) <= {"gpus", "tmpfs", "sysctl", "folders"}
@@ -58,6 +60,19 @@ def test_limits_are_the_run_users_and_of_a_stage_its_own(
     scope = replace(Scope(frozenset({"HOST-LIMITS"})), **where)
     facts = gather(wanted, recorded({"/proc/self/limits": text}), scope, gpus=nothing)
     assert isinstance(facts.limits, Missing) is not own
+
+
+def test_the_file_of_nccls_variables_is_read_and_judged(wanted: Wanted, recorded: Callable) -> None:
+    scope = Scope(frozenset({"HOST-NCCL-PROFILE"}))
+    assert wanted.nccl
+    right = recorded({FILE: json.dumps(wanted.nccl.model_dump())})
+    assert examine(wanted, gather(wanted, right, scope, gpus=nothing), scope) == Verdict()
+    other = gather(wanted, recorded({FILE: "{}"}), scope, gpus=nothing)
+    (fault,) = examine(wanted, other, scope).findings
+    assert (fault.code, fault.subject) == ("HOST-NCCL-PROFILE", FILE)
+    assert fault.next_step.endswith("ansible-playbook site.yml --tags nccl")
+    not_wanted = wanted.model_copy(update={"nccl": None})
+    assert examine(not_wanted, other, scope) == Verdict()
 
 
 def test_without_packages_dpkg_is_not_asked(wanted: Wanted, recorded: Callable) -> None:

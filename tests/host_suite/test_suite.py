@@ -152,6 +152,25 @@ def test_an_older_driver_is_named(tmp_path: Path) -> None:
     assert answer.codes == ["HOST-DRIVER-BRANCH"]
 
 
+@pytest.mark.parametrize(
+    ("text", "codes"),
+    [
+        ('{"training": {"NCCL_PROTO": "LL"}, "extraction": {}}', []),
+        ('{"training": {}, "extraction": {}}', ["HOST-NCCL-PROFILE"]),
+        ("#!/bin/sh\necho 'Permission denied' >&2\nexit 1\n", ["HOST-NCCL-PROFILE"]),
+    ],
+    ids=["as wanted", "another", "unreadable"],
+)
+def test_a_simulated_file_of_nccls_variables_is_judged(
+    tmp_path: Path, text: str, codes: list[str]
+) -> None:
+    wanted = ready_host(nccl={"extraction": {}, "training": {"NCCL_PROTO": "LL"}})
+    path = programs(tmp_path / "bin", cat=text)
+    answer = ask(tmp_path, wanted, "tests/host/test_nccl.py", first_in_path=path)
+    assert answer.codes == codes
+    assert (answer.rc == 0) is (codes == []), answer.output
+
+
 def test_the_reader_from_afar_sees_what_the_one_here_sees(tmp_path: Path) -> None:
     (tmp_path / "a b").write_text("one\n")
     here, afar = HostReader(), AfarReader(testinfra.get_host("local://"))

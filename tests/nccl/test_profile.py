@@ -87,6 +87,20 @@ def test_what_is_no_measurement_of_this_version_is_refused(
         environment_for(path, "extraction", explicit={}, gpus=8)
 
 
+@pytest.mark.parametrize("text", [None, "{"], ids=["absent", "cut"])
+def test_a_file_that_cannot_be_read_is_refused_with_the_three_ways_out(
+    tmp_path: Path, text: str | None
+) -> None:
+    path = tmp_path / "nccl.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(NcclError, match=f"run.nccl cannot be read: {path}") as raised:
+        environment_for(path, "training", explicit=LL, gpus=4)
+    assert "the playbook or make tune-nccl" in raised.value.wanted
+    for way in ("ansible-playbook site.yml --tags nccl", "make tune-nccl OUT=", "run.nccl=null"):
+        assert way in raised.value.next_step
+
+
 def test_a_file_that_is_cut_is_refused(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(NcclError, match="nccl"):

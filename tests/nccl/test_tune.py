@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from pipeline.host.gpus import read_gpus
-from pipeline.nccl.errors import NcclError
+from pipeline.host.gpus import Gpu, GpuFacts, read_gpus
+from pipeline.nccl.attempt import Status
+from pipeline.nccl.errors import HANG, NcclError
+from pipeline.nccl.record import Record, identify
 from pipeline.nccl.tune import Options, gpu_indexes, tune
-from tests.nccl.make import ONE_PROTOCOL, SMALL, wait_for_ends, wait_for_ranks
+from tests.nccl.make import ONE_PROTOCOL, SMALL, row, twice, wait_for_ends, wait_for_ranks
 
 SHORT = replace(ONE_PROTOCOL, protocols=())
 
@@ -151,6 +154,59 @@ def test_when_time_is_over_the_default_wins_and_the_rest_is_named(tmp_path: Path
     assert value["not_run"] == ["extraction: default", "training: default"]
     assert value["uses"]["extraction"]["environment"] == {"NCCL_NVLS_ENABLE": "0"}
     assert any("make tune-nccl RESUME=1 goes on" in line for line in said)
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> GpuFacts:
+    """SIMULATED: the answer of a driver with two idle GPUs, which nothing is launched on."""
+    facts = GpuFacts(tuple(Gpu(index, "G", 0, 1024, ()) for index in (0, 1)), "580", None)
+    monkeypatch.setattr("pipeline.nccl.tune.read_gpus", lambda: facts)
+    return facts
+
+
+def finished(given: Options, facts: GpuFacts, *, training: Status) -> Options:
+    """A sweep on two GPUs whose every row is there, to go on with; of the default alone."""
+    identity = identify(facts, gpus=(0, 1), backend="nccl", cases=SMALL)
+    code = None if training == "ok" else HANG
+    rows = twice({}, 1.0, 1.0)
+    for launch in (0, 1):
+        one = row({}, launch=launch, use="training", status=training)
+        rows.append(replace(one, code=code))
+    record = Record(identity, {"extraction": (0, 1), "training": (0, 1)}, "2.28.9", rows)
+    record.write(given.out, given.grid)
+    return given
+
+
+def on_gpus(folder: Path) -> Options:
+    (folder / "host").mkdir()
+    return options(folder, backend="nccl", grid=SHORT, resume=True)
+
+
+def test_winners_are_said_as_ready_host_takes_them_after_the_file(
+    tmp_path: Path, two_gpus: GpuFacts
+) -> None:
+    value, said = swept(finished(on_gpus(tmp_path), two_gpus, training="ok"))
+    (written,) = [n for n, line in enumerate(said) if line.startswith("written: ")]
+    block = yaml.safe_load("\n".join(said[written + 2 :]))
+    assert block == {"nccl": {use: one["environment"] for use, one in value["uses"].items()}}
+    assert block["nccl"]["extraction"] == {"NCCL_NVLS_ENABLE": "0"}
+    assert results(said) == []
+
+
+def test_without_a_winner_nothing_is_said_for_ready_host(
+    tmp_path: Path, two_gpus: GpuFacts
+) -> None:
+    given = finished(on_gpus(tmp_path), two_gpus, training="hung")
+    said: list[str] = []
+    with pytest.raises(NcclError):
+        tune(given, said.append)
+    assert said[-1].startswith("written: ")
+
+
+def test_what_is_simulated_is_never_said_for_ready_host(whole: Whole) -> None:
+    value, said, _ = whole
+    assert all(one["environment"] for one in value["uses"].values())
+    assert said[-1].startswith("written: ")
 
 
 def test_indexes_of_gpus_are_numbers_with_commas() -> None:

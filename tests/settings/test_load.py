@@ -26,7 +26,8 @@ def test_the_kimi_profile_is_the_one_that_people_run() -> None:
     assert settings.extract.taps == (3, 31, 59)
     assert (server.tensor_parallel, server.memory_fraction) == (8, 0.85)
     assert (server.radix_cache, server.cuda_graphs) == (False, False)
-    assert server.nccl["NCCL_PROTO"] != settings.train.nccl["NCCL_PROTO"]
+    assert settings.run.nccl == Path("/etc/cleanslate/nccl.json")  # of the host,
+    assert server.nccl == settings.train.nccl == {}  # so that nothing here wins over it
     assert settings.extract.staging_quota_bytes == 128 << 30
     assert settings.draft.vocabulary_size == 32000
     assert (settings.train.ttt_steps, settings.train.learning_rate) == (5, 3e-5)
