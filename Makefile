@@ -9,6 +9,8 @@ MAKEFLAGS += --no-builtin-rules
 PROFILE ?= smollm2
 INPUT ?=
 ANSWERS ?=
+SAMPLES ?=
+DUMP ?=
 ENGINE ?=
 RESUME ?=
 SET ?=
@@ -31,6 +33,7 @@ OPTIONS = --profile "$(PROFILE)" $(foreach pair,$(SET),--set '$(pair)') \
 	$(if $(RUNTIME),--set 'run.runtime=$(RUNTIME)')
 SOURCE = $(if $(INPUT),--input "$(INPUT)") $(if $(ANSWERS),--answers "$(ANSWERS)")
 WHO = $(if $(ENGINE),--engine "$(ENGINE)")
+FROM = $(if $(SAMPLES),--samples "$(SAMPLES)") $(if $(DUMP),--dump "$(DUMP)")
 AGAIN = $(if $(filter 1 yes true,$(RESUME)),--resume)
 STAGES := target prepare extract train export evaluate report
 
@@ -58,15 +61,20 @@ export: $(READY) ## Write the drafter as SGLang and vLLM load it (done by itself
 evaluate: $(READY) ## Measure acceptance on held-out prompts
 report: $(READY) ## One HTML page and PNGs about the run
 $(STAGES):
-	@$(RUN) $@ $(OPTIONS) $(SOURCE) $(WHO) $(AGAIN)
+	@$(RUN) $@ $(OPTIONS) $(SOURCE) $(FROM) $(WHO) $(AGAIN)
+.PHONY: adopt
+adopt: $(READY) ## Take states that another system dumped as the output of extract (DUMP= SAMPLES=)
+	@$(RUN) adopt $(OPTIONS) $(SOURCE) $(FROM) $(AGAIN)
 
-.PHONY: serve show verify clean-slate release
+.PHONY: serve show verify repair clean-slate release
 serve: $(READY) ## Serve the target with its drafter by SGLang, until Ctrl-C
 	@exec $(RUN) serve $(OPTIONS) $(SOURCE) $(WHO)
 show: $(READY) ## Every setting, its value and where it comes from
 	@$(RUN) show $(OPTIONS) $(SOURCE)
-verify: $(READY) ## Re-read everything that is sealed
-	@$(RUN) verify $(OPTIONS) $(SOURCE)
+verify: $(READY) ## Re-read everything that is sealed: what is whole, what to do (JSON=1)
+	@$(RUN) verify $(OPTIONS) $(SOURCE) $(if $(filter 1 yes true,$(JSON)),--json)
+repair: $(READY) ## Capture again exactly the samples of extract that verify finds damaged
+	@$(RUN) repair $(OPTIONS) $(SOURCE)
 clean-slate: $(READY) ## Wipe what this project owns in the run's folder
 	@$(RUN) clean-slate $(OPTIONS) $(SOURCE)
 release: ## End the containers that a crashed start of this run left
@@ -90,19 +98,21 @@ tune-nccl: $(VENV)/ready ## Measure NCCL's variables (GPUS=0,1 TRAIN_GPUS= OUT=r
 		$(if $(TRAIN_GPUS),--train-gpus "$(TRAIN_GPUS)") $(if $(OUT),--out "$(OUT)") $(AGAIN) \
 		$(if $(filter 1 yes true,$(LL128)),--ll128)
 
-.PHONY: setup test test-quick test-sglang test-gpu test-docker test-host sglang-cpu lint lock
+.PHONY: setup test test-faults test-quick test-sglang test-gpu test-docker test-host sglang-cpu lint lock
 setup: $(VENV)/ready ## Install what the stages need (done by itself when needed)
 sglang-cpu: $(SGLANG)/ready ## Install real SGLang for machines without a GPU (6.4 GB)
 test: $(VENV)/ready-for-tests ## All tests but those of `make test-sglang`
-	@$(VENV)/bin/python -m pytest -q -m "not sglang and not gpu and not docker and not images and not host"
+	@$(VENV)/bin/python -m pytest -q -m "not sglang and not gpu and not docker and not images and not host and not faults"
 test-quick: $(VENV)/ready-for-tests ## Tests without those that need minutes
-	@$(VENV)/bin/python -m pytest -q -m "not slow and not sglang and not gpu and not docker and not images and not host"
+	@$(VENV)/bin/python -m pytest -q -m "not slow and not sglang and not gpu and not docker and not images and not host and not faults"
 test-sglang: $(VENV)/ready-for-tests $(SGLANG)/ready ## Tests with the real SGLang server
 	@$(VENV)/bin/python -m pytest -q -m sglang
 test-gpu: $(VENV)/ready-for-tests ## Tests that want two GPUs (SGLANG_PYTHON= of an interpreter with SGLang)
 	@$(VENV)/bin/python -m pytest -q -m gpu --sglang-python "$(SGLANG_PYTHON)"
 test-docker: $(VENV)/ready-for-tests ## Tests that run stages in containers (make images first)
 	@$(VENV)/bin/python -m pytest -q -m docker
+test-faults: $(VENV)/ready-for-tests ## Stages under kill -9, full and broken disks (as root, with strace)
+	@$(VENV)/bin/python -m pytest -q -m faults
 test-host: $(VENV)/ready-for-tests $(HOSTS)/ready ## The playbook against a container with systemd (Docker, Debian's apt)
 	@$(VENV)/bin/python -m pytest -q -m host
 lint: $(VENV)/ready-for-tests $(HOSTS)/ready ## ruff, mypy, shellcheck, hadolint, ansible-lint

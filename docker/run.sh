@@ -4,7 +4,7 @@
 # and clears away. `run.sh release options` ends what a crashed start left. Bash and docker only.
 # NETWORK, CA (by default SSL_CERT_FILE) and PIP_CONF are for stages that fetch wheels.
 set -Eeuo pipefail
-stage="${1:?usage: run.sh STAGE|serve|show|verify|clean-slate|release [options of the stage]}"
+stage="${1:?usage: run.sh STAGE|serve|show|verify|repair|clean-slate|release [options of the stage]}"
 shift
 options=("$@")
 repository="$(cd "$(dirname "$0")/.." && pwd -P)"

@@ -1,21 +1,26 @@
 """The front: one command a stage. Parses, calls, prints; every error leaves by the same door."""
 
 import json
-import logging
 import os
 import sys
-import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 from pydantic_core import to_jsonable_python
 
 from pipeline.containers.images import BuiltImages, check_same_code
 from pipeline.containers.lines import lines_of
-from pipeline.containers.plan import FACTS, STAGES, Caller, Request, gpus_of, image_kind, plan
-from pipeline.faults import Fault
+from pipeline.containers.plan import (
+    FACTS,
+    REPAIR,
+    STAGES,
+    Caller,
+    Request,
+    gpus_of,
+    image_kind,
+    plan,
+)
 from pipeline.settings.errors import SettingsError
 from pipeline.settings.load import (
     Loaded,
@@ -25,12 +30,11 @@ from pipeline.settings.load import (
     profile_files,
 )
 from pipeline.settings.model import Settings
-from pipeline.slate.log import SAY, log_only, open_log
-from pipeline.slate.manifest import Manifest
+from pipeline.slate.door import guard
 from pipeline.slate.place import Place
-from pipeline.slate.stage import StageStopped
 from pipeline.slate.wipe import MANIFEST, read_marker
 from pipeline.stages.nccl_file import unseen_nccl
+from pipeline.stages.overrides import engine_overrides, source_overrides
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__
@@ -45,13 +49,17 @@ Answers = Annotated[str, typer.Option(help="file or target: who writes the answe
 EngineName = Annotated[
     str, typer.Option("--engine", help="transformers or sglang: who runs the target in this stage.")
 ]
+Samples = Annotated[
+    str, typer.Option("--samples", help="Token ids to prepare: a file of input_ids and loss_mask.")
+]
+DumpPath = Annotated[str, typer.Option("--dump", help="Folder of req_N folders to adopt.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue an unsealed output.")]
 ImageFacts = Annotated[str, typer.Option("--image-facts", hidden=True)]  # given in a container
+AsJson = Annotated[bool, typer.Option("--json", help="For machines.")]
 ContainerName = Annotated[str, typer.Option("--container", hidden=True)]
 NO_OVERRIDES: list[str] = []
 NO_PATHS: list[Path] = []
 _NCCL = Path("runs/host/nccl.json")
-_INTERRUPTED = 130
 _LAUNCHER = Path(__file__).parent.parent / "docker" / "run.sh"
 
 
@@ -61,60 +69,16 @@ def _load(
     source: str = "",
     answers: str = "",
     *,
+    samples: str = "",
+    dump: str = "",
     stage: str = "",
     engine: str = "",
 ) -> Loaded:
-    extra = source_overrides(source, answers)
-    if engine:
+    extra = source_overrides(source, answers, samples=samples, dump=dump)
+    if engine or stage == REPAIR:
         folder = load_settings(profile, overrides=[*extra, *overrides]).settings.folder
         extra += engine_overrides(stage, engine, folder=folder)
     return load_settings(profile, overrides=[*extra, *overrides])
-
-
-def source_overrides(source: str, answers: str) -> list[str]:
-    """What `--input` and `--answers` set."""
-    found = []
-    if source:
-        path = json.dumps(str(Path(source).absolute()), ensure_ascii=False)
-        found = [f"prepare.input={path}", "prepare.prompts=null", "prepare.answers=file"]
-    if answers:
-        found.append(f"prepare.answers={answers}")
-    return found
-
-
-def engine_overrides(stage: str, engine: str, *, folder: Path) -> list[str]:
-    """What `--engine` sets: the engine of the stage it is given to.
-
-    A sealed stage before it keeps the engine that it was made with; an extraction that is not
-    sealed yet gets the same one. folder: of the run.
-    """
-    keys = {
-        "prepare": "prepare.answering.engine",
-        "extract": "extract.engine",
-        "evaluate": "evaluate.engine",
-    }
-    order = ("prepare", "extract", "train", "export", "evaluate", "report")
-    if stage not in order:
-        return []
-    found = []
-    for name in order[: order.index(stage) + 1]:
-        if name not in keys:
-            continue
-        sealed = None if name == stage else _sealed_engine(folder / name)
-        wanted = "loop" if name == "evaluate" and engine == "transformers" else engine
-        if sealed is not None or name == stage or name != "prepare":
-            found.append(f"{keys[name]}={sealed or wanted}")
-    return found
-
-
-def _sealed_engine(output: Path) -> str | None:
-    """The engine that a sealed output was made with; None where nothing is sealed."""
-    if not (output / MANIFEST).is_file():
-        return None
-    settings = Manifest.read(output).settings
-    # Sealed by a version that had no such choice, or made without writing answers: the default.
-    found = settings.get("answering", settings).get("engine", "transformers")
-    return str(found)
 
 
 def _stage(name: str, help_text: str) -> None:
@@ -123,12 +87,23 @@ def _stage(name: str, help_text: str) -> None:
         overrides: Override = NO_OVERRIDES,
         input_path: Input = "",
         answers: Answers = "",
+        samples: Samples = "",
+        dump: DumpPath = "",
         engine: EngineName = "",
         resume: Resume = False,
         image_facts: ImageFacts = "",
         container: ContainerName = "",
     ) -> None:
-        loaded = _load(profile, overrides, input_path, answers, stage=name, engine=engine)
+        loaded = _load(
+            profile,
+            overrides,
+            input_path,
+            answers,
+            samples=samples,
+            dump=dump,
+            stage=name,
+            engine=engine,
+        )
         if loaded.settings.run.runtime == "docker" and not image_facts:
             _hand_over()
         place = _place(name, loaded.settings, facts=image_facts, container=container)
@@ -165,6 +140,7 @@ def _hand_over() -> NoReturn:
 _stage("target", "Make the target's folder (done by itself when needed).")
 _stage("prepare", "Conversations to token ids, supervised tokens and the draft vocabulary.")
 _stage("extract", "Capture the target's states for every token, proven complete.")
+_stage("adopt", "Take states that another system dumped as the output of extract, proven.")
 _stage("train", "Train the drafter on the captured states.")
 _stage("export", "Write the drafter as SGLang and vLLM load it.")
 _stage("evaluate", "Measure acceptance on held-out prompts with the target.")
@@ -214,24 +190,39 @@ def verify(
     overrides: Override = NO_OVERRIDES,
     input_path: Input = "",
     answers: Answers = "",
+    as_json: AsJson = False,
 ) -> None:
-    """Re-read everything that is sealed; exit 1 and name what is damaged."""
+    """Re-read everything that is sealed; exit 1 and name what is damaged and what to do."""
     loaded = _load(profile, overrides, input_path, answers)
-    from pipeline.stages.plan import STAGES
     from pipeline.stages.run import Run
-    from pipeline.stages.verify import verify_run
+    from pipeline.stages.verify import report, verify_run
 
     run = Run(loaded.settings)
-    verdicts = verify_run(run.folder, stages=list(STAGES), threads=run.threads)
-    for verdict in verdicts:
-        typer.echo(
-            f"{verdict.stage}: {'DAMAGED' if verdict.problems else 'whole'} {verdict.digest}"
-        )
-        for problem in verdict.problems:
-            typer.echo(f"  {problem}")
-    if not verdicts:
-        typer.echo(f"nothing is sealed in {run.folder}")
+    verdicts = verify_run(run.folder, stages=STAGES, threads=run.threads)
+    for line in report(verdicts, folder=run.folder, stages=STAGES, as_json=as_json):
+        typer.echo(line)
     if any(verdict.problems for verdict in verdicts):
+        raise typer.Exit(1)
+
+
+@app.command()
+def repair(
+    profile: Profile = "smollm2",
+    overrides: Override = NO_OVERRIDES,
+    input_path: Input = "",
+    answers: Answers = "",
+    image_facts: ImageFacts = "",
+    container: ContainerName = "",
+) -> None:
+    """Capture again exactly the samples of extract that verify finds damaged, and seal it."""
+    loaded = _load(profile, overrides, input_path, answers, stage=REPAIR)
+    if loaded.settings.run.runtime == "docker" and not image_facts:
+        _hand_over()
+    place = _place(REPAIR, loaded.settings, facts=image_facts, container=container)
+    from pipeline.stages.repair import repair_run
+    from pipeline.stages.run import Run
+
+    if not repair_run(Run(loaded.settings, loaded.origins, place)):
         raise typer.Exit(1)
 
 
@@ -323,6 +314,11 @@ def clean_slate(
             wipe(directory, root=folder)
             directory.rmdir()
             typer.echo(f"wiped {directory}")
+        staged = loaded.settings.staging_folder  # of a run that was killed
+        if staged.is_dir():
+            wipe(staged, root=loaded.settings.extract.staging.absolute())
+            staged.rmdir()
+            typer.echo(f"wiped {staged}")
     downloads = root / "downloads"
     if downloads in owned_directories(root):
         wipe(downloads, root=root)
@@ -342,7 +338,10 @@ def container_plan(
     input_path: Input = "",
     answers: Answers = "",
     engine: EngineName = "",
+    samples: Samples = "",
+    dump: DumpPath = "",
     resume: Resume = False,
+    as_json: AsJson = False,
     network: str = "",
     ca: Path | None = None,
     pip_conf: Path | None = None,
@@ -357,12 +356,12 @@ def container_plan(
     if unseen := [path for path in files if path not in shown]:
         typer.echo(f"need {unseen[0]}")
         return
-    extra = source_overrides(input_path, answers)
+    extra = source_overrides(input_path, answers, samples=samples, dump=dump)
     folder = load_settings(profile, overrides=[*extra, *overrides]).settings.folder
     if not {folder, *folder.parents} & {*shown}:
         typer.echo(f"need {folder}")
         return
-    if engine:
+    if engine or stage == REPAIR:
         extra += engine_overrides("export" if stage == "serve" else stage, engine, folder=folder)
     settings = load_settings(profile, overrides=[*extra, *overrides]).settings
     sealed = {name for name in STAGES if (folder / name / MANIFEST).is_file()}
@@ -372,6 +371,7 @@ def container_plan(
         files=files,
         overrides=[*extra, *overrides],
         resume=resume,
+        as_json=as_json,
         begun={name for name in STAGES if (folder / name).is_dir() and read_marker(folder / name)},
         sealed=sealed,
     )
@@ -387,55 +387,7 @@ def container_plan(
 
 def main() -> None:
     """Entry point. Exit status: 0 done, 1 a fault that is explained, 2 usage, 70 a bug, 130/143."""
-    _guard(lambda: app(standalone_mode=False))
-
-
-def _guard(command: Callable[[], Any]) -> None:
-    try:
-        status = command()
-        if status == _INTERRUPTED:  # what typer makes of a KeyboardInterrupt
-            raise KeyboardInterrupt
-    except Fault as fault:
-        log_only(traceback.format_exc())
-        _say_error(fault.found, fault.wanted, fault.next_step)
-        sys.exit(1)
-    except (KeyboardInterrupt, StageStopped, typer.Abort) as stopped:
-        log_only(traceback.format_exc())
-        _say_error(
-            "stopped before the end; nothing was sealed",
-            "a run to the end",
-            "the same command with RESUME=1 continues",
-        )
-        sys.exit(143 if isinstance(stopped, StageStopped) else _INTERRUPTED)
-    except Exception as error:
-        if type(error).__module__.split(".")[0] in ("click", "typer"):
-            _say_error(str(error) or type(error).__name__, "a command as in --help", "--help")
-            sys.exit(2)
-        _unexpected(error)
-        sys.exit(70)
-    if isinstance(status, int) and status:  # click gives the status of an Exit back
-        sys.exit(status)
-
-
-def _unexpected(error: Exception) -> None:
-    trace = traceback.format_exc()
-    if not any(isinstance(handler, logging.FileHandler) for handler in SAY.handlers):
-        try:
-            open_log(Path("runs").absolute(), stage="error")
-        except OSError:  # in a container, before the run's own log is open
-            sys.stderr.write(trace)
-    log_only(trace)
-    logs = [h.baseFilename for h in SAY.handlers if isinstance(h, logging.FileHandler)]
-    _say_error(
-        f"unexpected {type(error).__name__}: {str(error) or '(no message)'}",
-        "no such error: this is a fault of this program",
-        f"the traceback is in {logs[0] if logs else 'the lines above'}; please report it",
-    )
-
-
-def _say_error(found: str, wanted: str, next_step: str) -> None:
-    sys.stderr.write(f"error: {found}\n  wanted: {wanted}\n  next:   {next_step}\n")
-    log_only(f"error: {found}; wanted: {wanted}; next: {next_step}")
+    guard(lambda: app(standalone_mode=False))
 
 
 if __name__ == "__main__":

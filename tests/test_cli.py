@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import cli
 from pipeline.host.wanted import Wanted
+from pipeline.slate.door import guard
+from pipeline.slate.manifest import Manifest
 
 ROOT = Path(__file__).parent.parent
 PREFLIGHT = (sys.executable, "-m", "pipeline.cli", "preflight")
@@ -16,7 +17,7 @@ PREFLIGHT = (sys.executable, "-m", "pipeline.cli", "preflight")
 
 def test_a_ctrl_c_is_said_and_has_its_status(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        cli._guard(lambda: 130)
+        guard(lambda: 130)
     assert ended.value.code == 130
     assert "RESUME=1" in capsys.readouterr().err
 
@@ -85,7 +86,7 @@ def test_in_a_container_it_is_not_handed_over_again(tmp_path: Path) -> None:
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    manifest = cli.Manifest.read(tmp_path / "boxed" / "target")
+    manifest = Manifest.read(tmp_path / "boxed" / "target")
     assert manifest.provenance["image"] == {
         "name": "cleanslate-trainer:1", "id": "sha256:t", "base": "sha256:b",
         "inputs": {"VERSION": "aa"},

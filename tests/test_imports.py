@@ -8,7 +8,8 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "pipeline"
 ORDER = [
     "cli", "stages", "report", "evaluation", "training", "conversations", "capture", "draft",
-    "store", "target", "nccl", "slate", "host", "containers", "settings", "kernels", "faults",
+    "adoption", "store", "target", "nccl", "slate", "host", "containers", "settings", "kernels",
+    "faults",
 ]  # fmt: skip
 
 

@@ -77,7 +77,7 @@ def collect(
 ) -> dict[str, Tensor] | Wrong:
     """All checks of one receipt; gives the sample's rows for the shard, or what is wrong.
 
-    The staging file is freed either way.
+    The staging file is freed either way; its room only when the rows, a map of it, are let go.
     """
     try:
         wrong = check_receipt(receipt, sample, taps=taps)

@@ -23,6 +23,7 @@ from pipeline.capture.contract import Answer, GroupDone, Receipt, Refusal, Reque
 from pipeline.capture.sglang_reply import BadReply, read_reply
 from pipeline.capture.sglang_server import SglangServer
 from pipeline.capture.staging import Staging, StagingFailed
+from pipeline.settings.strict_json import parse_json
 
 _TRIES = 3  # of one request, when the transport fails
 _PAUSE_SECONDS = 0.5
@@ -193,7 +194,7 @@ class SglangEngine:
         if reply.status_code != httpx.codes.OK:
             raise BadReply("request", f"HTTP {reply.status_code}: {_message(reply)}")
         try:
-            value = reply.json()
+            value = parse_json(reply.content, infinite=True)
         except ValueError as error:
             raise TransportFault(f"a reply that is not JSON: {reply.text[:80]!r}") from error
         if not isinstance(value, dict):
@@ -224,6 +225,6 @@ def _message(reply: httpx.Response) -> str:
     try:
         error = reply.json()["error"]
         said = error["message"] if isinstance(error, dict) else error
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         said = reply.text
     return str(said).strip()[:300] or "(no message)"

@@ -66,9 +66,10 @@ def server_flags(
     given = [argument.partition("=")[0] for argument in extra_arguments if argument[:2] == "--"]
     if device == "cpu":
         flags += _without(_CPU_FLAGS, given)
-    own = {"--host", "--port", "--api-key", "--tensor-parallel-size", "--model", "--disable-radix"}
+    own = {"--host", "--port", "--api-key", "--tensor-parallel-size", "--model"}
     own |= {flag for flag in flags if flag[:2] == "--"} - {*_CPU_FLAGS}
-    if repeated := sorted(own & set(given)):
+    # argparse takes the beginning of a flag for the flag, and of two alike the last counts.
+    if repeated := sorted(one for one in {*given} if any(flag.startswith(one) for flag in own)):
         raise CaptureError(
             f"extract.server.extra_arguments repeats {', '.join(repeated)}",
             wanted="arguments that Cleanslate does not set itself",

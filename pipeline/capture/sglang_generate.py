@@ -11,7 +11,7 @@ import secrets
 import socket
 import threading
 from collections import deque
-from collections.abc import Collection, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,15 +19,44 @@ from typing import Any, Literal, Protocol
 from urllib.parse import urlsplit
 
 from pipeline.capture.errors import CaptureError
+from pipeline.settings.strict_json import parse_json
 
 _TRIES = 4
 _FIRST_PAUSE_SECONDS = 0.2
 _AHEAD = 8  # prompts handed out beyond the oldest unanswered one, for each request in flight
 _ENOUGH_DETAIL = 400  # characters of a server's complaint
+_OF_THE_PROMPT = (
+    http.HTTPStatus.BAD_REQUEST,
+    http.HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+    http.HTTPStatus.UNPROCESSABLE_ENTITY,
+)
 
 
 class GenerationFailed(CaptureError):
     """The server gave no usable answer to a prompt."""
+
+    code = "CS-NO-ANSWER"
+
+
+class NoAnswer(GenerationFailed):
+    """One prompt is without an answer, and nothing says that others would be.
+
+    reason: a code to count by.
+    """
+
+    reason = "no_answer"
+
+
+class RepeatedId(NoAnswer):
+    """What came bears the id of another request."""
+
+    reason = "repeated_id"
+
+
+class EmptyReply(NoAnswer):
+    """An answer without a single token."""
+
+    reason = "empty_answer"
 
 
 class Server(Protocol):
@@ -78,9 +107,16 @@ class Limits:
 
 
 def generate(
-    server: Server, prompts: Iterable[Prompt], *, limits: Limits
+    server: Server,
+    prompts: Iterable[Prompt],
+    *,
+    limits: Limits,
+    unanswered: Callable[[Prompt, NoAnswer], None] | None = None,
 ) -> Generator[Generated, None, None]:
     """Answers in the order of the prompts, which are read as they are needed.
+
+    unanswered: told of a prompt without an answer, which is then left out; without it that is a
+    fault as any other.
 
     Greedy. At most `concurrency` requests are in flight and a bounded number of answers wait for an
     earlier one. GenerationFailed names the prompt that got no usable answer after several tries or
@@ -88,15 +124,26 @@ def generate(
     breaks the requests in flight off.
     """
     client = _Client(server, limits)
-    waiting: deque[Future[Generated]] = deque()
+    waiting: deque[tuple[Prompt, Future[Generated]]] = deque()
+
+    def oldest() -> Iterable[Generated]:
+        prompt, future = waiting.popleft()
+        try:
+            return [future.result()]
+        except NoAnswer as fault:
+            if unanswered is None:
+                raise
+            unanswered(prompt, fault)
+            return []
+
     pool = ThreadPoolExecutor(limits.concurrency, thread_name_prefix="generate")
     try:
         for number, prompt in enumerate(prompts):
-            waiting.append(pool.submit(client.ask, prompt, number))
+            waiting.append((prompt, pool.submit(client.ask, prompt, number)))
             if len(waiting) >= _AHEAD * limits.concurrency:
-                yield waiting.popleft().result()
+                yield from oldest()
         while waiting:
-            yield waiting.popleft().result()
+            yield from oldest()
     finally:
         client.close()
         pool.shutdown(cancel_futures=True)
@@ -117,7 +164,9 @@ class _Client:
     def ask(self, prompt: Prompt, number: int) -> Generated:
         """Asks until there is an answer. Faults as `generate` says."""
         trouble = ""
+        kind_of_fault: type[NoAnswer] = NoAnswer
         for attempt in range(1, _TRIES + 1):
+            kind_of_fault = NoAnswer
             body = {
                 "rid": f"answer-{self._nonce}-{number}-{attempt}",
                 "input_ids": list(prompt.input_ids),
@@ -130,13 +179,19 @@ class _Client:
             try:
                 status, text = self._post(body)
                 if status == http.HTTPStatus.OK:
-                    value = json.loads(text)
+                    value = parse_json(text, infinite=True)
                     kind = value["meta_info"]["finish_reason"]["type"]
-                    if kind != "abort":
+                    if kind == "abort":
+                        trouble = f"aborted: {value['meta_info']['finish_reason']}"
+                    elif value["meta_info"]["id"] != body["rid"]:
+                        kind_of_fault = RepeatedId
+                        trouble = f"the reply is to {value['meta_info']['id']!r}"
+                    else:
                         return read_answer(prompt, value, limits=self._limits, tries=attempt)
-                    trouble = f"aborted: {value['meta_info']['finish_reason']}"
                 elif 400 <= status < 500 and status != http.HTTPStatus.TOO_MANY_REQUESTS:
-                    raise GenerationFailed(
+                    # What is wrong with a key or a path is wrong for every prompt.
+                    refused = NoAnswer if status in _OF_THE_PROMPT else GenerationFailed
+                    raise refused(
                         f"the server refuses prompt {prompt.id} of {len(prompt.input_ids)} tokens: "
                         f"status {status}: {text[:_ENOUGH_DETAIL]}",
                         wanted="a prompt that the server takes",
@@ -144,14 +199,17 @@ class _Client:
                     )
                 else:
                     trouble = f"status {status}: {text[:_ENOUGH_DETAIL]}"
-            except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
+            except (
+                *(OSError, http.client.HTTPException),
+                *(ValueError, KeyError, TypeError, OverflowError),
+            ) as error:
                 trouble = f"{type(error).__name__}: {error}"
             if self._closed.is_set():
                 break
             self._server.check()
             if attempt < _TRIES:
                 self._closed.wait(_FIRST_PAUSE_SECONDS * 2 ** (attempt - 1))
-        raise GenerationFailed(
+        raise kind_of_fault(
             f"prompt {prompt.id}: no answer in {_TRIES} tries; last: {trouble[:_ENOUGH_DETAIL]}",
             wanted="an answer of the server",
             next_step="see the server's log; the same command with RESUME=1 continues",
@@ -199,11 +257,18 @@ def read_answer(
 ) -> Generated:
     """Reads a reply and believes none of it unchecked. GenerationFailed when it contradicts itself.
 
-    The ids stand in the reply as the target chose them; they are never decoded and encoded again.
+    EmptyReply when it has no token. The ids stand in the reply as the target chose them; they are
+    never decoded and encoded again.
     """
     meta = value["meta_info"]
     ids = tuple(int(token) for token in value["output_ids"])
     kind = meta["finish_reason"]["type"]
+    if not ids and kind == "stop" and meta["completion_tokens"] == 0:
+        raise EmptyReply(
+            f"prompt {prompt.id}: the answer has no token",
+            wanted="at least an end of turn",
+            next_step="leave the prompt out; else see the server's log",
+        )
     ended = bool(ids) and ids[-1] in limits.end_ids
     early = _first(ids[:-1], limits.end_ids)
     problem = ""

@@ -57,7 +57,7 @@ def read_reply(request: Request, reply: Mapping[str, Any], *, rid: str) -> Recei
             file=f"{rid}.safetensors",
             logprobs=_logprobs(meta, request) if request.logprobs else None,
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, OverflowError) as error:
         raise BadReply("receipt", f"{type(error).__name__}: {error}") from error
 
 

@@ -34,7 +34,7 @@ class StandInFaults:
     last_chunk_only: only the last chunk's rows come. reorder: a group is answered backwards.
     late_seconds: the file appears that long after the receipt. dead_writer: files that never
     appear. refuse: ids always refused; refuse_once: refused at the first try. silent: never
-    answered. swap_rows: two rows change places. not_finite, zero_row: in these samples.
+    answered. swap_rows: the first two rows change places. not_finite, zero_row: in these samples.
     """
 
     prefix_cache: bool = False
@@ -49,6 +49,7 @@ class StandInFaults:
     wrong_ids: frozenset[str] = frozenset()
     not_finite: frozenset[str] = frozenset()
     zero_row: frozenset[str] = frozenset()
+    swap_rows: frozenset[str] = frozenset()
 
 
 def prefix_states(input_ids: Tensor, *, hidden_size: int, channels: int) -> Tensor:
@@ -119,15 +120,17 @@ class StandIn:
             states[0, -1, 0] = float("nan")
         if request.id in faults.zero_row:
             states[-1, 0] = 0
+        logprobs = None
+        if request.logprobs and self._head is not None:
+            logprobs = _logprobs(states[-1], self._head, ids)
+        if request.id in faults.swap_rows:
+            states[:, [0, 1]] = states[:, [1, 0]]
         tensors = {f"tap_{k}": states[k].contiguous() for k in range(len(self._taps))}
         tensors |= {"final": states[-1].contiguous(), "input_ids": ids.to(torch.int32)}
         name = f"{self._files:06d}.safetensors"
         self._files += 1
         if request.id not in faults.dead_writer:
             self._write(name, tensors)
-        logprobs = None
-        if request.logprobs and self._head is not None:
-            logprobs = _logprobs(states[-1], self._head, ids)
         return Receipt(
             request.id,
             states.shape[1],

@@ -1,12 +1,12 @@
 """The built images: what `make images` recorded of them, and whether they hold this tree's code."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from pipeline.containers.errors import ContainerError
+from pipeline.settings.strict_json import parse_json, read_plain
 
 _SUFFIXES = (".py", ".yaml", ".jsonl", ".j2")  # what of the package decides what it does
 
@@ -40,7 +40,7 @@ class BuiltImages:
     def read(cls, path: Path) -> Self:
         """Reads images.json. ContainerError when it is absent or of another shape."""
         try:
-            value = json.loads(path.read_bytes())
+            value = parse_json(read_plain(path))
             version = str(value["version"])
             images = {
                 kind: Image(

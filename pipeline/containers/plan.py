@@ -14,8 +14,9 @@ from pipeline.settings.load import PROFILES
 from pipeline.settings.model import Folder, GgufInWheel, Settings
 
 STAGES = ("target", "prepare", "extract", "train", "export", "evaluate", "report")
-SERVE, CLEAN, SHOW = "serve", "clean-slate", "show"
-OTHERS = (SERVE, CLEAN, SHOW, "verify")
+SERVE, CLEAN, SHOW, VERIFY, REPAIR = "serve", "clean-slate", "show", "verify", "repair"
+ADOPT = "adopt"
+OTHERS = (SERVE, CLEAN, SHOW, VERIFY, REPAIR)
 
 FACTS = OURS / "images.json"
 _CA = OURS / "ca.pem"
@@ -29,7 +30,7 @@ _NEEDED = (
     *map(Path, ("/usr", "/bin", "/lib", "/etc", "/proc", "/sys", "/dev")),
     _TMP,
 )
-_STAGING_SLACK_BYTES = 64 << 20  # the marker, the request and a file being renamed
+_STAGING_SLACK_BYTES = 2 << 30  # the marker, the request, and a sample that is being read
 _PIDS = 16384  # threads count: 8 ranks of a server on 128 cores have some thousands
 _STACK_BYTES = 64 << 20
 _FROM_CALLER = (  # by name: their values, which may hold passwords, are in no plan
@@ -67,6 +68,7 @@ class Request:
     overrides: Sequence[str] = ()
     files: Sequence[Path] = ()
     resume: bool = False
+    as_json: bool = False
     begun: Collection[str] = ()
     sealed: Collection[str] = ()
 
@@ -110,7 +112,8 @@ def stages_to_run(request: Request, settings: Settings) -> list[str]:
     """A stage and those before it whose outputs it needs and that are not sealed, in order."""
     if request.stage in OTHERS and request.stage != SERVE:
         return [request.stage]
-    before = STAGES[: STAGES.index("evaluate" if request.stage == SERVE else request.stage)]
+    behind = {SERVE: "evaluate", ADOPT: "extract"}.get(request.stage, request.stage)
+    before = STAGES[: STAGES.index(behind)]
     made = not isinstance(settings.target.source, Folder)
     needed = [name for name in before if name != "target" or made]
     return [*(name for name in needed if name not in request.sealed), request.stage]
@@ -125,6 +128,7 @@ def image_kind(stage: str, settings: Settings) -> Literal["trainer", "extractor"
         "prepare": settings.prepare.answers == "target"
         and settings.prepare.answering.engine == "sglang",
         "extract": settings.extract.engine == "sglang",
+        REPAIR: settings.extract.engine == "sglang",
         "train": bool(settings.train.gpus),
         "evaluate": settings.evaluate.engine == "sglang",
         SERVE: True,
@@ -139,6 +143,7 @@ def gpus_of(stage: str, settings: Settings) -> tuple[int, ...]:
     found = {
         "prepare": settings.prepare.answering.gpus,
         "extract": settings.extract.gpus,
+        REPAIR: settings.extract.gpus,
         "train": settings.train.gpus,
         "evaluate": settings.evaluate.gpus,
         SERVE: settings.evaluate.gpus,
@@ -218,6 +223,7 @@ def _mounts(
     source = settings.target.source
     read = [*files, settings.prepare.input, settings.train.warm_start, settings.run.nccl]
     read += [source.path] if isinstance(source, Folder) else []
+    read += [settings.prepare.tokens, settings.adopt.dump]
     shown = [path.absolute() for path in read if path and not path.is_relative_to(PROFILES.parent)]
     mounts = [Mount(path, path) for path in shown]
     mounts.append(Mount(caller.facts, FACTS))
@@ -245,7 +251,7 @@ def _limits(stage: str, settings: Settings, *, gpus: tuple[int, ...], compiles: 
     """Sizes of what lies in memory, the number of processes, and GPUs with what they need."""
     shm, staging = settings.run.shared_memory_bytes, settings.extract.staging.absolute()
     found = []
-    if stage == "extract":
+    if stage in ("extract", REPAIR):
         size = settings.extract.staging_quota_bytes + _STAGING_SLACK_BYTES
         if staging == _SHM:
             shm += size
@@ -303,9 +309,11 @@ def _command(stage: str, name: str, settings: Settings, request: Request) -> Ite
         stage != request.stage and stage in request.begun
     ):
         yield "--resume"
-    if stage in (*STAGES, SERVE):
+    if request.as_json and stage == VERIFY:
+        yield "--json"
+    if stage in (*STAGES, SERVE, REPAIR, ADOPT):
         yield from ("--image-facts", str(FACTS))
-    if stage in (*STAGES, SERVE, CLEAN):
+    if stage in (*STAGES, SERVE, CLEAN, REPAIR, ADOPT):
         yield from ("--container", name)
 
 
@@ -317,7 +325,7 @@ def _quoted(field: str) -> str:
 def _check(container: Container, settings: Settings) -> None:
     """ContainerError for paths that a container cannot have, or that no line can hold."""
     places = {mount.target for mount in container.mounts if mount.target.parent != OURS}
-    if container.stage == "extract" and settings.extract.staging.absolute() != _SHM:
+    if container.stage in ("extract", REPAIR) and settings.extract.staging.absolute() != _SHM:
         places.add(settings.extract.staging.absolute())
     for place in sorted(places):
         if hidden := [path for path in _NEEDED if path.is_relative_to(place)]:

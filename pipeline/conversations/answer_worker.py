@@ -1,9 +1,9 @@
 """The child that lets the target answer prompts: greedy, in batches, resumable.
 
-Request (paths are strings): folder, prompts (JSON lines of id and messages), out, batch_size,
-max_new_tokens, dtype ("float32" or "bfloat16"), threads, end_of_turn_ids, and optionally
-remote_code. Events: {"event": "batch", "done", "total", "tokens", "cut"}, the first of them with
-what a resumed run found done.
+Request (paths are strings): folder, prompts (JSON lines of id, messages and tools), out,
+batch_size, max_new_tokens, dtype ("float32" or "bfloat16"), threads, end_of_turn_ids, and
+optionally remote_code. Events: {"event": "batch", "done", "total", "tokens", "cut"}, the first of
+them with what a resumed run found done.
 
 Why not transformers' generate(): it keeps computing rows that have ended until the last one of
 their batch does.
@@ -48,7 +48,7 @@ def main(request: dict[str, Any], channel: Channel) -> None:
     remote_code = bool(request.get("remote_code", False))
     tokenizer = load_tokenizer(folder, remote_code=remote_code)
     prompts = read_prompt_file(Path(request["prompts"]))
-    encoded = [encode_prompt(tokenizer, prompt["messages"]) for prompt in prompts]
+    encoded = [encode_prompt(tokenizer, one["messages"], one["tools"]) for one in prompts]
     check_lengths(folder, prompts, encoded, limit=limit)
 
     batches = plan_batches([len(ids) for ids in encoded], batch_size=int(request["batch_size"]))

@@ -4,26 +4,29 @@ The one way is `answer_worker.py` (transformers, in a child), the other `server_
 SGLang server); both write the lines that `answers.py` reads.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pipeline.conversations.answers import Answer, FinishReason
-from pipeline.conversations.errors import ConversationError
+from pipeline.conversations.errors import ConversationError, RendererError
+from pipeline.conversations.template import render_template
+from pipeline.settings.strict_json import parse_json
 from pipeline.slate.files import read_json, sha256_json, write_json
 from pipeline.target.facts import fingerprint, read_facts
 
 
-def encode_prompt(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> list[int]:
+def encode_prompt(
+    tokenizer: Any, messages: Sequence[dict[str, Any]], tools: list[Any] | None = None
+) -> list[int]:
     """Token ids of a conversation up to where the assistant begins, by the target's template.
 
-    ConversationError when the template refuses the messages.
+    tools: declarations for the template. ConversationError when the template refuses the messages.
     """
     try:
-        text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True
-        )
+        text = render_template(tokenizer, messages, tools=tools, generate=True)
+    except RendererError:
+        raise
     # Templates are Jinja programs: they raise what they like, and so do the functions they call.
     except Exception as error:
         raise ConversationError(
@@ -60,23 +63,25 @@ def read_prompt_file(path: Path) -> list[dict[str, Any]]:
     """The prompts, each with an id of its own. ConversationError when one is broken."""
     prompts: list[dict[str, Any]] = []
     seen: set[str] = set()
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
-                prompt = json.loads(line)
-                prompt_id, messages = prompt["id"], prompt["messages"]
+                prompt = parse_json(line)
+                prompt_id, messages, tools = prompt["id"], prompt["messages"], prompt.get("tools")
                 if not (isinstance(prompt_id, str) and isinstance(messages, list) and messages):
                     raise ValueError(f"id {prompt_id!r} with {type(messages).__name__}")
+                if tools is not None and not isinstance(tools, list):
+                    raise ValueError(f"id {prompt_id!r}: tools is a {type(tools).__name__}")
                 if prompt_id in seen:
                     raise ValueError(f"id {prompt_id!r} a second time")
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ConversationError(
                     f"{path}:{number}: {type(error).__name__}: {error}",
                     wanted="a line with an id of its own and a list of messages",
                     next_step="run make prepare again",
                 ) from error
             seen.add(prompt_id)
-            prompts.append({"id": prompt_id, "messages": messages})
+            prompts.append({"id": prompt_id, "messages": messages, "tools": tools})
     return prompts
 
 

@@ -7,12 +7,14 @@ prompts share a batch, so a resumed run equals an uninterrupted one only when th
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.conversations.errors import ConversationError
+from pipeline.settings.strict_json import parse_json
+from pipeline.slate.files import named
 
 WINDOW = 512  # prompts that are sorted by length together
 _REASONS = ("stop", "length")
@@ -86,7 +88,7 @@ def plan_batches(
 def append_batch(path: Path, answers: Iterable[Answer]) -> None:
     """Appends whole lines and syncs them to the disk. OSError as the system gives it."""
     lines = "".join(_to_line(answer) for answer in answers)
-    with path.open("ab") as file:
+    with named(path), path.open("ab") as file:
         file.write(lines.encode())
         file.flush()
         os.fsync(file.fileno())
@@ -124,6 +126,35 @@ def take_back(path: Path, batches: Sequence[Sequence[str]]) -> int:
         file.truncate(whole_bytes)
         os.fsync(file.fileno())
     return whole_batches
+
+
+def answered_ids(path: Path, known: Collection[str]) -> set[str]:
+    """The prompts that have an answer in a file of any order; an absent file has none.
+
+    A half-written last line is cut off. ConversationError when a whole line is none of `known`'s,
+    or one has two.
+    """
+    found: set[str] = set()
+    if not path.exists():
+        return found
+    at = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                break
+            answer = _from_line(line, where=f"{path}:{number}")
+            if answer.id not in known or answer.id in found:
+                raise ConversationError(
+                    f"{path}:{number}: answer {answer.id!r}",
+                    wanted="one answer to each of the prompts, and no other",
+                    next_step=_NEXT_STEP,
+                )
+            found.add(answer.id)
+            at += len(line)
+    with path.open("rb+") as file:
+        file.truncate(at)
+        os.fsync(file.fileno())
+    return found
 
 
 def _batch_ends(batches: Sequence[Sequence[str]]) -> dict[int, int]:
@@ -186,7 +217,7 @@ def _to_line(answer: Answer) -> str:
 def _from_line(line: bytes, *, where: str) -> Answer:
     """The answer on one line. ConversationError when it is no such thing."""
     try:
-        value: Mapping[str, Any] = json.loads(line)
+        value: Mapping[str, Any] = parse_json(line)
         if value["finish_reason"] not in _REASONS or not isinstance(value["id"], str):
             raise ValueError(f"id {value['id']!r}, finish reason {value['finish_reason']!r}")
         return Answer(

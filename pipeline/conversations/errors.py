@@ -16,19 +16,31 @@ from pipeline.faults import Fault
 class ConversationError(Fault):
     """Base of every fault that this room raises."""
 
+    code = "CS-ANSWERS"
+
 
 class SourceError(ConversationError):
     """A conversations file that cannot be read as a whole: missing, a folder, no known kind."""
+
+    code = "CS-CONVERSATIONS"
 
 
 class RendererError(ConversationError):
     """A tokenizer or a renderer setting with which no conversation at all could be rendered."""
 
+    code = "CS-TEMPLATE"
 
-def lost(path: Path, what: str, error: Exception | None) -> NoReturn:
+
+def lost(
+    path: Path,
+    what: str,
+    error: Exception | None,
+    *,
+    next_step: str = "check the path; if the file was copied or downloaded, do that again",
+) -> NoReturn:
     """Raise the SourceError of a file of which the whole, or the rest, cannot be had."""
     raise SourceError(
         f"{path} {what}",
         wanted="a whole, readable file of conversations",
-        next_step="check the path; if the file was copied or downloaded, do that again",
+        next_step=next_step,
     ) from error

@@ -6,6 +6,7 @@ element at a time.
 
 import codecs
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -14,6 +15,7 @@ from pipeline.conversations.errors import lost
 
 CHUNK_BYTES = 2**20
 MAX_NESTING = 100
+MAX_VALUES = 2_000_000  # of one record, about: an empty list takes 3 bytes of text and 64 of memory
 
 
 class Complaints:
@@ -22,7 +24,9 @@ class Complaints:
     def __init__(self) -> None:
         self.noted: str | None = None
         self.decoder = json.JSONDecoder(
-            object_pairs_hook=self._object, parse_constant=self._constant
+            object_pairs_hook=self._object,
+            parse_constant=self._constant,
+            parse_float=self._number,
         )
 
     def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -31,6 +35,12 @@ class Complaints:
             keys = [key for key, _ in pairs]
             twice = next(key for key in keys if keys.count(key) > 1)
             self.noted = self.noted or f"the key {twice!r} is there twice"
+        return value
+
+    def _number(self, text: str) -> float:
+        value = float(text)
+        if not math.isfinite(value):
+            self.noted = self.noted or f"{text:.20} is too large a number"
         return value
 
     def _constant(self, name: str) -> None:
@@ -43,6 +53,13 @@ def not_utf8(text: str) -> str | None:
         text.encode()
     except UnicodeEncodeError as error:
         return f"not UTF-8 at its character {error.start}"
+    return None
+
+
+def too_many(text: str) -> str | None:
+    """A complaint about a text that could hold so many values that no memory could."""
+    if any(text.count(mark) > MAX_VALUES for mark in ",[{"):
+        return f"more than {MAX_VALUES} values"
     return None
 
 
@@ -108,6 +125,8 @@ class Window:
         size = CHUNK_BYTES
         while True:
             complaints = Complaints()
+            if len(self._text) > 2 * CHUNK_BYTES and (reason := too_many(self._text[self._at :])):
+                lost(self._path, f"record {number} has {reason}", None)
             try:
                 value, end = complaints.decoder.raw_decode(self._text, self._at)
             except json.JSONDecodeError as error:
@@ -116,7 +135,7 @@ class Window:
                 if inside and not error.msg.startswith("Unterminated string"):
                     lost(self._path, f"record {number} is not JSON: {error.msg}", error)
                 failure: Exception = error
-            except (ValueError, RecursionError) as error:
+            except (ValueError, RecursionError) as error:  # a number of 5000 digits, too
                 lost(self._path, f"record {number} is not readable JSON: {error}", error)
             else:
                 if end < len(self._text):  # a number at the very end may go on

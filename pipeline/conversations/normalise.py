@@ -99,11 +99,12 @@ def normalise(value: Any) -> Conversation:
     for i in answers[:-1]:
         if finish.get(id(messages[i])) == "length":
             raise Skip("cut_before_end", f"turn {i}: cut off by length, yet turns follow")
+    _refuse_half_characters(messages)
     last = answers[-1]
     cut = "length" in (value.get("finish_reason"), finish.get(id(messages[last])))
     return Conversation(
         messages=tuple(messages[: last + 1]),
-        tools=_tools(value.get("tools")),
+        tools=tools_of(value),
         cut=cut,
         dropped_turns=len(messages) - last - 1,
     )
@@ -218,7 +219,25 @@ def _refuse_empty_answers(messages: list[dict[str, Any]]) -> None:
             raise Skip("empty_answer", f"turn {i}: the assistant says nothing")
 
 
-def _tools(tools: Any) -> list[Any] | None:
+def _refuse_half_characters(value: Any) -> None:
+    """Raises Skip for half of a surrogate pair, which no file in UTF-8 can hold."""
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str) and not value.isascii():
+            try:
+                value.encode()
+            except UnicodeEncodeError as error:
+                raise Skip("bad_text", f"not encodable: {error.reason}") from error
+        elif isinstance(value, dict):
+            waiting += [*value, *value.values()]
+        elif isinstance(value, list):
+            waiting += value
+
+
+def tools_of(value: dict[str, Any]) -> list[Any] | None:
+    """The tool declarations of a record, None where it has none. Raises Skip."""
+    tools = value.get("tools")
     if isinstance(tools, str) and tools.strip():
         try:
             tools = json.loads(tools)
@@ -250,6 +269,7 @@ def prompt_messages(value: Any) -> list[dict[str, Any]]:
         messages = _with_system(_turns(value)[0], value.get("system"))
     first = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     asked = messages[: first[0]] if first else messages
+    _refuse_half_characters(asked)
     if not any(message["role"] == "user" for message in asked):
         raise Skip("no_user_turn", "nothing that the target could answer")
     return asked

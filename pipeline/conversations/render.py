@@ -7,14 +7,17 @@ parts of the same conversation, and a turn for which no derivation holds refuses
 Two derivations, the second tried where the first fails:
 
 1. *By prefix*. P = the turns before, with the generation prompt; R = the turns up to this one.
-   If full starts with R and R starts with P, the turn is full[len(P):len(R)].
+   If full starts with R and R starts with P, the turn is full[len(P):len(R)], unless a role header
+   may be in it: the generation prompt is empty, or the turn names its role and the answer does not.
 2. *By substitution*, for templates that show an old turn otherwise than the newest one (reasoning
-   stripped, empty reasoning added). The answer is replaced by two probes; the two renderings may
-   differ in nothing but the probe, and what stands in its place in full must be text out of the
-   answer. Where the turn ends is read from the same probes with nothing behind them.
+   stripped, empty reasoning added), or whose generation prompt does not hold the whole header. The
+   answer is replaced by two probes; the two renderings may differ in nothing but the probe, and
+   what stands in its place in full must be text out of the answer. Where the turn ends is read from
+   the same probes with nothing behind them.
 
 What the template writes between the generation prompt and the end of the turn (an empty reasoning
-block, say) counts as written by the assistant: after its prompt, the target has to produce it.
+block, say) counts as written by the assistant: after its prompt, the target has to produce it. A
+role header never does.
 
 Character positions become token positions by tokenising the pieces between them: their ids must be
 the ids of the whole, or (for tokenizers to which the beginning of a text means something) the ids
@@ -27,15 +30,16 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
-from jinja2 import TemplateError
-
 from pipeline.conversations.errors import RendererError
 from pipeline.conversations.normalise import Conversation, Skip
+from pipeline.conversations.template import render_template
 
-# What a template or a tokenizer raises on data that it was not written for.
+# What a tokenizer raises on data that it was not written for.
 _DATA_FAILURES = (TypeError, ValueError, LookupError, AttributeError, RecursionError)
 # No first or last character in common, so the probe's edges are where two renderings differ.
 _PROBES = ("k7v", "w3h")
+MOST_TURNS = 1000  # each answer is rendered with all turns before it, so time grows with the square
+MOST_CHARACTERS = 16 << 20  # a tokenizer wants some hundred bytes of memory for each
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -95,6 +99,8 @@ class Renderer:
     def sample(self, conversation: Conversation) -> Rendered:
         """The ids of the whole conversation and the mask of its assistant turns. Raises Skip."""
         messages = conversation.messages
+        if len(messages) > MOST_TURNS:
+            raise Skip("too_many_turns", f"{len(messages)} turns, at most {MOST_TURNS}")
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         for i in answers:
             self._refuse_markers(messages[i], turn=i)
@@ -115,6 +121,10 @@ class Renderer:
             supervised[start : last + 1] = [True] * (last + 1 - start)
         return self._fit(ids, supervised)
 
+    def prompt_ids(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None) -> list[int]:
+        """The ids of messages up to where the assistant begins to answer them. Raises Skip."""
+        return self._encode(self._render(messages, tools, generate=True))
+
     def _fit(self, ids: list[int], supervised: list[bool]) -> Rendered:
         cut = len(ids) > self._max_length
         ids, supervised = ids[: self._max_length], supervised[: self._max_length]
@@ -132,15 +142,30 @@ class Renderer:
     def _region(self, full: str, conversation: Conversation, *, turn: int) -> tuple[int, int]:
         """Characters [start, end) of an assistant turn in full, proven; raises Skip."""
         messages, tools = conversation.messages, conversation.tools
-        upto = self._render(messages[: turn + 1], tools)
+        newest = turn + 1 == len(messages)
+        upto = full if newest else self._render(messages[: turn + 1], tools)
         if full.startswith(upto):
             prompt = self._render(messages[:turn], tools, generate=True)
-            if upto.startswith(prompt):
+            if upto.startswith(prompt) and self._no_header(
+                upto[len(prompt) :], conversation, turn=turn, prompt=prompt
+            ):
                 return len(prompt), len(upto)
         region = self._region_by_substitution(full, conversation, turn=turn)
         if region is None:
             raise Skip("boundary_unproven", f"turn {turn}: the template renders it by its context")
         return region
+
+    def _no_header(self, text: str, conversation: Conversation, *, turn: int, prompt: str) -> bool:
+        """Whether the text of a turn behind its prompt surely begins behind the role header."""
+        answer = conversation.messages[turn]
+        said = answer["content"].strip()
+        at = text.rfind(said) if said else -1
+        if at >= 0 and not text[:at].strip():
+            return True  # nothing but the answer itself
+        if prompt == self._render(conversation.messages[:turn], conversation.tools):
+            return False
+        own = [value for key, value in answer.items() if key != "role"]
+        return _mentions(answer["role"], [text]) <= _mentions(answer["role"], _strings(own))
 
     def _region_by_substitution(
         self, full: str, conversation: Conversation, *, turn: int
@@ -190,7 +215,11 @@ class Renderer:
         """The position of the last end-of-turn id in [start, end); raises Skip."""
         last = next((t for t in range(end - 1, start - 1, -1) if ids[t] in self._ends), None)
         if last is None:
-            raise Skip("no_end_of_turn", f"turn {turn}: no end-of-turn id among its tokens")
+            raise Skip(
+                "no_end_of_turn",
+                f"turn {turn}: none of {sorted(self._ends)} among its tokens; target.end_of_turn "
+                "names further ones",
+            )
         rest = self._tokenizer.decode(ids[last + 1 : end]) if last + 1 < end else ""
         if rest.strip():
             raise Skip("boundary_unproven", f"turn {turn}: {rest!r} behind its end-of-turn")
@@ -204,14 +233,17 @@ class Renderer:
         generate: bool = False,
     ) -> str:
         try:
-            text = self._tokenizer.apply_chat_template(
-                list(messages), tools=tools, tokenize=False, add_generation_prompt=generate
-            )
-        except (TemplateError, *_DATA_FAILURES) as error:
+            text = render_template(self._tokenizer, messages, tools=tools, generate=generate)
+        except RendererError:
+            raise
+        # Templates are programs: they divide by zero, and count beyond what the sandbox allows.
+        except Exception as error:
             detail = str(error) or type(error).__name__
             raise Skip("template_refused", f"{len(messages)} turns: {detail}") from error
         if not isinstance(text, str):
             raise _unexpected("apply_chat_template(tokenize=False)", text, wanted="a string")
+        if len(text) > MOST_CHARACTERS:
+            raise Skip("too_much_text", f"{len(text)} characters, at most {MOST_CHARACTERS}")
         return text
 
     def _encode(self, text: str) -> list[int]:
@@ -243,6 +275,10 @@ def _around(renderings: list[str]) -> tuple[str, str] | None:
     if texts != list(_PROBES) or one[ends[0] :] != other[ends[1] :]:
         return None
     return one[:start], one[ends[0] :]
+
+
+def _mentions(role: str, texts: Iterable[str]) -> int:
+    return sum(text.casefold().count(role) for text in texts)
 
 
 def _special_texts(tokenizer: Any, ends: Iterable[int]) -> tuple[str, ...]:

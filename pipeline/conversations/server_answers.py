@@ -1,9 +1,10 @@
 """Answers written by the target on an SGLang server: token ids in, token ids out, resumable.
 
 The lines are those of `answers.py`, in the prompts' order: an answer that is ready early waits for
-those before it, so the file is always a whole beginning of the finished one, and a resume goes on
-behind its last whole line. The server batches as it likes; in bfloat16 the batch decides the last
-bits of a logit, so a resumed run may differ from an uninterrupted one where two tokens tie.
+those before it. A prompt that the server gives no answer to after several tries has no line; it is
+told, and a resume asks for it again, as for all that have none, and for no other. The server
+batches as it likes; in bfloat16 the batch decides the last bits of a logit, so a resumed run may
+differ from an uninterrupted one where two tokens tie.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.capture.sglang_generate import Generated, Limits, Prompt, Server, generate
+from pipeline.capture.sglang_generate import (
+    Generated,
+    Limits,
+    NoAnswer,
+    Prompt,
+    Server,
+    generate,
+)
 from pipeline.conversations.answering import (
     answer_record,
     bind_answers,
@@ -20,8 +28,11 @@ from pipeline.conversations.answering import (
     encode_prompt,
     read_prompt_file,
 )
-from pipeline.conversations.answers import append_batch, take_back
+from pipeline.conversations.answers import answered_ids, append_batch
 from pipeline.conversations.errors import ConversationError
+from pipeline.conversations.normalise import Skip
+
+_MOST_UNANSWERED_IN_A_ROW = 16  # then it is the server, not the prompts
 
 
 @dataclass(frozen=True)
@@ -42,17 +53,17 @@ class AnswerRequest:
 
 @dataclass(frozen=True)
 class Unanswered:
-    """Checked and encoded prompts, of which the first `done` are answered in the file already."""
+    """Checked and encoded prompts. left: the places of those without an answer in the file."""
 
     request: AnswerRequest
     prompts: Sequence[dict[str, Any]]
     encoded: Sequence[Sequence[int]]
-    done: int
+    left: Sequence[int]
 
     @property
-    def left(self) -> int:
-        """Prompts without an answer."""
-        return len(self.prompts) - self.done
+    def done(self) -> int:
+        """Prompts that have an answer already."""
+        return len(self.prompts) - len(self.left)
 
 
 def plan_answers(request: AnswerRequest, tokenizer: Any) -> Unanswered:
@@ -69,7 +80,7 @@ def plan_answers(request: AnswerRequest, tokenizer: Any) -> Unanswered:
             next_step="correct the answers' settings in the profile",
         )
     prompts = read_prompt_file(request.prompts)
-    encoded = [encode_prompt(tokenizer, prompt["messages"]) for prompt in prompts]
+    encoded = [encode_prompt(tokenizer, one["messages"], one["tools"]) for one in prompts]
     check_lengths(request.folder, prompts, encoded, limit=request.max_new_tokens)
     plan = {
         "engine": "sglang",
@@ -78,8 +89,9 @@ def plan_answers(request: AnswerRequest, tokenizer: Any) -> Unanswered:
         "end_of_turn_ids": sorted(request.end_of_turn_ids),
     }
     bind_answers(request.out, plan, folder=request.folder, encoded=encoded)
-    done = take_back(request.out, [[prompt["id"]] for prompt in prompts])
-    return Unanswered(request, prompts, encoded, done)
+    done = answered_ids(request.out, {prompt["id"] for prompt in prompts})
+    left = [at for at, prompt in enumerate(prompts) if prompt["id"] not in done]
+    return Unanswered(request, prompts, encoded, left)
 
 
 def write_answers(
@@ -90,18 +102,32 @@ def write_answers(
     concurrency: int,
     timeout_seconds: float,
     advance: Callable[[Generated], None],
-) -> None:
+) -> dict[str, Skip]:
     """Appends the answers that are missing, each on the disk before the next one is counted.
 
     concurrency: requests that the server has at once. advance: called with each answer when it is
-    in the file. Faults of the server and GenerationFailed end it; what is written stays.
+    in the file. Gives, by prompt, why it has no answer. Faults of the server, GenerationFailed, and
+    many prompts in a row without an answer end it; what is written stays.
     """
     request = plan.request
     limits = Limits(request.max_new_tokens, request.end_of_turn_ids, concurrency, timeout_seconds)
-    rest = range(plan.done, len(plan.prompts))
-    asked = (Prompt(plan.prompts[at]["id"], tuple(plan.encoded[at])) for at in rest)
-    with closing(generate(server, asked, limits=limits)) as answers:
-        for at, answer in zip(rest, answers, strict=True):
+    places = {plan.prompts[at]["id"]: at for at in plan.left}
+    asked = (Prompt(name, tuple(plan.encoded[at])) for name, at in places.items())
+    request.out.touch()  # there is a file even where no prompt gets an answer
+    missing: dict[str, Skip] = {}
+    in_a_row = 0
+
+    def unanswered(prompt: Prompt, fault: NoAnswer) -> None:
+        nonlocal in_a_row
+        in_a_row += 1
+        if in_a_row >= _MOST_UNANSWERED_IN_A_ROW:
+            raise fault
+        missing[prompt.id] = Skip(fault.reason, fault.found)
+
+    with closing(generate(server, asked, limits=limits, unanswered=unanswered)) as answers:
+        for answer in answers:
+            in_a_row = 0
+            at = places[answer.prompt.id]
             record = answer_record(
                 plan.prompts[at],
                 plan.encoded[at],
@@ -111,3 +137,4 @@ def write_answers(
             )
             append_batch(request.out, [record])
             advance(answer)
+    return missing

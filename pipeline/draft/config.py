@@ -1,6 +1,7 @@
 """What fixes a drafter's shape, checked once at construction."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -70,13 +71,14 @@ class DrafterConfig:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise _bad(f"{name} = {value!r}", "a whole number of at least 1", name)
         for name in ("rope_theta", "rms_norm_eps"):
-            if not getattr(self, name) > 0:
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise _bad(f"{name} = {getattr(self, name)!r}", "a number above 0", name)
         if self.hidden_size != self.target_hidden_size:
             raise ConfigError(
                 f"drafter width {self.hidden_size}, target width {self.target_hidden_size}",
                 wanted="equal widths: the drafter reads the target's embedding table",
-                next_step=f"set the drafter's hidden_size to {self.target_hidden_size}",
+                next_step=f"set draft.hidden_size to {self.target_hidden_size}, or to 0",
             )
         if self.heads % self.kv_heads:
             raise _bad(
@@ -119,6 +121,8 @@ class DrafterConfig:
     def from_json(cls, values: Mapping[str, Any]) -> "DrafterConfig":
         """The config that `to_json` wrote. ConfigError on missing or unknown keys."""
         wanted = {field.name for field in dataclasses.fields(cls)}
+        if not isinstance(values, Mapping) or not isinstance(values.get("taps", []), list):
+            raise _bad("a drafter config that is none", f"an object with {sorted(wanted)}", "it")
         if set(values) != wanted:
             raise ConfigError(
                 f"drafter config without {sorted(wanted - set(values))} "
@@ -129,6 +133,8 @@ class DrafterConfig:
         return cls(**{**values, "taps": tuple(values["taps"])})
 
     def _check_taps(self) -> None:
+        if any(not isinstance(tap, int) or isinstance(tap, bool) for tap in self.taps):
+            raise _bad(f"taps {list(self.taps)}", "three layer ids", "taps")
         rising = all(low < high for low, high in zip(self.taps, self.taps[1:], strict=False))
         if len(self.taps) != 3 or not rising or min(self.taps) < 0:
             raise _bad(
@@ -136,11 +142,13 @@ class DrafterConfig:
             )
 
     def _check_rope(self) -> None:
+        if not isinstance(self.rope_scaling, dict | None):
+            raise _bad(f"rope_scaling {self.rope_scaling!r}", "none, or an object", "rope_scaling")
         if self.rope_type not in ROPE_TYPES:
             raise _bad(
                 f"rope_scaling of type {self.rope_type!r}",
                 f"none, or one of {list(ROPE_TYPES)}",
-                "the drafter's rope_scaling (none is a sound choice)",
+                "draft.rope_theta: a base of the drafter's own goes without the target's scaling",
             )
         missing = _ROPE_KEYS[self.rope_type] - set(self.rope_scaling or {})
         if missing:

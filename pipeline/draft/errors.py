@@ -17,14 +17,22 @@ class DraftError(Fault):
 class ConfigError(DraftError):
     """The sizes of a drafter contradict each other or the target."""
 
+    code = "CS-DRAFT-SHAPE"
+
 
 class VocabularyError(DraftError):
     """A draft vocabulary is broken, or does not fit the target or the drafter."""
+
+    code = "CS-DRAFT-VOCABULARY"
 
 
 class PackError(DraftError):
     """The tensors of a pack do not fit each other."""
 
+    code = "CS-DRAFT-PACK"
+
 
 class ExportError(DraftError):
     """An exported drafter misses names, has extra ones, or holds broken values."""
+
+    code = "CS-EXPORT"

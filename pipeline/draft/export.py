@@ -27,6 +27,19 @@ WEIGHTS_NAME = "model.safetensors"
 CONFIG_NAME = "config.json"
 EXPORT_DTYPE = torch.bfloat16
 _OWN_KEY = "cleanslate"
+_OWN_KEYS = {"drafter", "target_architecture", "origin"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """Which target a drafter was trained for.
+
+    target: its fingerprint. tokens: digest of what each of its token ids means; a draft vocabulary
+    is only worth something among the same tokens.
+    """
+
+    target: str
+    tokens: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,21 +62,16 @@ def export_drafter(
     target: TargetFacts,
     taps: Sequence[int],
     trained_length: int | None = None,
+    origin: Origin | None = None,
 ) -> ExportReport:
     """Writes the drafter into an existing folder; weights first, config last, both whole or absent.
 
-    model_state: `Drafter.state_dict()` or the masters under the same names, any float dtype.
-    taps: as the shards recorded them, must be the config's. trained_length: longest sample in
-    tokens, told to the user when the position limit is higher. Errors: ExportError.
+    model_state, vocabulary, config, target, taps: as `export_tensors` takes them. trained_length:
+    longest sample that was trained on, in tokens, told to the user when the position limit is
+    higher. origin: kept for a warm start. Errors: ExportError.
     """
-    _check_target(config, target, taps)
-    tensors = {
-        name: tensor.detach().to("cpu", EXPORT_DTYPE).contiguous()
-        for name, tensor in model_state.items()
-    }
-    tensors |= vocabulary.tensors()
-    check_tensors(tensors, config)
-    values = server_config(config, architecture=target.architecture)
+    tensors = export_tensors(model_state, vocabulary, config, target=target, taps=taps)
+    values = server_config(config, architecture=target.architecture, origin=origin)
     write_atomic(folder / WEIGHTS_NAME, save(tensors, metadata={"format": "pt"}))
     write_json(folder / CONFIG_NAME, values)
     notices = []
@@ -71,7 +79,8 @@ def export_drafter(
     if trained_length is not None and trained_length < limit:
         notices.append(
             f"the drafter was trained on samples of up to {trained_length} tokens; its position "
-            f"limit is {limit}, as the target's, and acceptance beyond {trained_length} is unproven"
+            f"limit is {limit} (the target's is {target.max_position_embeddings}), and acceptance "
+            f"beyond {trained_length} is unproven"
         )
     if config.norm_output:
         notices.append("norm_output is on: SGLang feeds the normed state back, vLLM does not")
@@ -84,6 +93,35 @@ def export_drafter(
     )
 
 
+def export_tensors(
+    model_state: Mapping[str, Tensor],
+    vocabulary: DraftVocabulary,
+    config: DrafterConfig,
+    *,
+    target: TargetFacts,
+    taps: Sequence[int],
+) -> dict[str, Tensor]:
+    """All tensors of an export on the CPU, bf16 and the two maps, proven fit for both servers.
+
+    model_state: `Drafter.state_dict()` or the masters under the same names, any float dtype.
+    taps: as the shards recorded them, must be the config's. Errors: ExportError.
+    """
+    check_target(config, target, taps)
+    tensors = {
+        name: tensor.detach().to("cpu", EXPORT_DTYPE).contiguous()
+        for name, tensor in model_state.items()
+    }
+    tensors |= vocabulary.tensors()
+    check_tensors(tensors, config)
+    return tensors
+
+
+def read_origin(folder: Path) -> Origin | None:
+    """What an export says of the target it was trained for; None when it was not told."""
+    origin = _own_block(folder, read_json(folder / CONFIG_NAME))["origin"]
+    return None if origin is None else Origin(**origin)
+
+
 def load_exported(folder: Path) -> tuple[Drafter, DraftVocabulary, DrafterConfig]:
     """The drafter (bf16 on the CPU, eval mode), its vocabulary and config, all checked.
 
@@ -91,11 +129,10 @@ def load_exported(folder: Path) -> tuple[Drafter, DraftVocabulary, DrafterConfig
     and server keys that do not say what the drafter's own config says.
     """
     values = read_json(folder / CONFIG_NAME)
-    own = values.get(_OWN_KEY) if isinstance(values, dict) else None
-    if not isinstance(own, dict) or set(own) != {"drafter", "target_architecture"}:
-        raise _broken(f"{folder / CONFIG_NAME} without a whole {_OWN_KEY!r} block", "one of ours")
+    own = _own_block(folder, values)
     config = DrafterConfig.from_json(own["drafter"])
-    wanted = server_config(config, architecture=str(own["target_architecture"]))
+    origin = None if own["origin"] is None else Origin(**own["origin"])
+    wanted = server_config(config, architecture=str(own["target_architecture"]), origin=origin)
     differing = sorted(key for key in wanted | values if wanted.get(key) != values.get(key))
     if differing:
         raise _broken(
@@ -137,7 +174,9 @@ def check_tensors(tensors: Mapping[str, Tensor], config: DrafterConfig) -> None:
             raise _broken(f"{name} with values that are not finite", "finite values")
 
 
-def server_config(config: DrafterConfig, *, architecture: str) -> dict[str, Any]:
+def server_config(
+    config: DrafterConfig, *, architecture: str, origin: Origin | None
+) -> dict[str, Any]:
     """config.json: keys of both servers, and our own block to read it back.
 
     architecture: the target's class. Rotary settings stand in the old spelling (rope_theta,
@@ -184,12 +223,21 @@ def server_config(config: DrafterConfig, *, architecture: str) -> dict[str, Any]
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
         "vocab_size": config.target_vocabulary_size,
-        _OWN_KEY: {"drafter": config.to_json(), "target_architecture": architecture},
+        _OWN_KEY: {
+            "drafter": config.to_json(),
+            "target_architecture": architecture,
+            "origin": None if origin is None else dataclasses.asdict(origin),
+        },
     }
 
 
-def _check_target(config: DrafterConfig, target: TargetFacts, taps: Sequence[int]) -> None:
-    """ExportError unless the drafter was trained for this target and covers its positions."""
+def check_target(config: DrafterConfig, target: TargetFacts, taps: Sequence[int]) -> None:
+    """ExportError unless the drafter is made for this target and both servers can run it there.
+
+    Known from the settings, so that no training need end in a drafter that cannot be exported.
+    """
+    for server in TABLES:
+        server_layer_ids(server, target.architecture, config.taps)
     if tuple(taps) != config.taps or max(config.taps) >= target.layers:
         raise _broken(
             f"taps {list(config.taps)} in the drafter, {list(taps)} in the shards, "
@@ -209,6 +257,23 @@ def _check_target(config: DrafterConfig, target: TargetFacts, taps: Sequence[int
             "rotary table by it",
             next_step="set the drafter's max_position_embeddings to the target's",
         )
+
+
+def _own_block(folder: Path, values: Any) -> dict[str, Any]:
+    own = values.get(_OWN_KEY) if isinstance(values, dict) else None
+    if not isinstance(own, dict) or set(own) != _OWN_KEYS:
+        raise _broken(
+            f"{folder / CONFIG_NAME} without a whole {_OWN_KEY!r} block",
+            f"a drafter that this version exported, with {sorted(_OWN_KEYS)}",
+        )
+    origin = own["origin"]
+    if origin is not None and not (
+        isinstance(origin, dict)
+        and origin.keys() == {"target", "tokens"}
+        and all(isinstance(one, str) for one in origin.values())
+    ):
+        raise _broken(f"{folder / CONFIG_NAME} with origin {origin!r:.80}", "target and tokens")
+    return own
 
 
 def _broken(found: str, wanted: str) -> ExportError:

@@ -99,7 +99,7 @@ def server_layer_ids(server: str, architecture: str, taps: Sequence[int]) -> lis
         raise ExportError(
             f"taps {list(taps)} for target class {architecture}",
             wanted=f"a first tap other than {first_refused}: SGLang has no id for it there",
-            next_step="choose another first tap: target.taps",
+            next_step="choose another first tap: extract.taps",
         )
     return ids
 

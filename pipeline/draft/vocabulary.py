@@ -132,7 +132,7 @@ def build_vocabulary(
         raise VocabularyError(
             f"{wanted.numel()} tokens that must be in, draft vocabulary of {size}",
             wanted="room for all of them",
-            next_step="raise the draft vocabulary size",
+            next_step="raise draft.vocabulary_size",
         )
     ranked = counts.to(torch.int64, copy=True).clamp_(min=0)
     ranked[wanted] = torch.iinfo(torch.int64).max

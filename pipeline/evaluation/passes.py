@@ -59,7 +59,7 @@ class TargetPasses:
             raise UnsupportedTarget(
                 f"a cache of {self.length} tokens after cutting back",
                 wanted=f"{length} tokens",
-                next_step="report the transformers version: its cache counts otherwise",
+                next_step="please report it: the cache of this version of transformers differs",
             )
 
 

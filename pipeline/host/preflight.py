@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeline.host.checks import examine
 from pipeline.host.codes import CODES, codes_of_stage
-from pipeline.host.errors import HostError
+from pipeline.host.errors import HostNotReady
 from pipeline.host.finding import Scope, Verdict
 from pipeline.host.gather import HostFacts, gather
 from pipeline.host.reader import HostReader, Reader
@@ -83,7 +83,7 @@ def refuse_unready(path: Path, scope: Scope, *, reader: Reader = _HERE) -> str:
         return "host: nothing of it concerns this stage"
     verdict = preflight(path, replace(scope, own_limits=True), reader=reader).verdict
     if verdict.findings:
-        raise HostError(
+        raise HostNotReady(
             "this host is not ready:\n  "
             + "\n  ".join(f"{one.code} {one.subject}: {one.found}" for one in verdict.findings),
             wanted="; ".join(f"{one.subject}: {one.wanted}" for one in verdict.findings),

@@ -13,7 +13,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from pipeline.host.errors import HostError
-from pipeline.settings.strict_yaml import StrictLoader
+from pipeline.settings.strict_json import read_plain
+from pipeline.settings.strict_yaml import MOST_BYTES, load_yaml
 
 _PAGE_BYTES = 4096  # the kernel rounds a tmpfs up to it: any other size could never be the live one
 _NOT_DEDICATED = ("/", "/dev/shm", "/run", "/tmp", "/var/tmp")  # noqa: S108  names to refuse
@@ -183,7 +184,7 @@ def read_wanted(path: Path) -> Wanted:
     HostError names the file, the key, what stands there and what may.
     """
     try:
-        value = yaml.load(path.read_text(encoding="utf-8"), Loader=StrictLoader)  # noqa: S506  safe
+        value = load_yaml(read_plain(path, most_bytes=MOST_BYTES).decode())
     except (OSError, UnicodeError, yaml.YAMLError, ValueError) as error:
         raise HostError(
             f"{path}: {error}",
@@ -225,7 +226,7 @@ def read_wanted(path: Path) -> Wanted:
         raise HostError(
             f"{path}: {error}",
             wanted="values that JSON can hold (a date or a set cannot)",
-            next_step="quote the value",
+            next_step="quote the value in that file",
         ) from error
 
 

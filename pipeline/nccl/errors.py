@@ -15,3 +15,11 @@ HINTS = {
 
 class NcclError(Fault):
     """A sweep cannot start or has no result, or its file cannot be used."""
+
+    code = "CS-NCCL-SWEEP"
+
+
+class NcclFileError(NcclError):
+    """A file of NCCL's variables cannot be used on this host or by this stage."""
+
+    code = "CS-NCCL-FILE"

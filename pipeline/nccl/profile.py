@@ -6,7 +6,7 @@ from typing import Any
 
 from pipeline.host.nccl import FILE as PLAYBOOK_FILE
 from pipeline.nccl.cases import USES, Use
-from pipeline.nccl.errors import NcclError
+from pipeline.nccl.errors import NcclError, NcclFileError
 from pipeline.nccl.record import FORMAT, read_record, read_value
 
 
@@ -32,7 +32,7 @@ def _read(path: Path) -> Any:
     try:
         return read_value(path)
     except NcclError as error:
-        raise NcclError(
+        raise NcclFileError(
             f"run.nccl cannot be read: {error.found}",
             wanted="NCCL's variables of this host, as the playbook or make tune-nccl writes them",
             next_step=f"ansible-playbook site.yml --tags nccl writes {PLAYBOOK_FILE}; or make "
@@ -54,7 +54,7 @@ def _from_playbook(value: Any) -> bool:
 def _winner(path: Path, use: Use, *, gpus: int) -> dict[str, str]:
     record = read_record(path)
     if record["simulated"]:
-        raise NcclError(
+        raise NcclFileError(
             f"{path} is SIMULATED: measured with gloo on a CPU",
             wanted=f"what make tune-nccl measures on this host's GPUs (format {FORMAT})",
             next_step="make tune-nccl, or set run.nccl to null",
@@ -62,13 +62,13 @@ def _winner(path: Path, use: Use, *, gpus: int) -> dict[str, str]:
     found = record["uses"][use]
     if len(found["gpus"]) != gpus:
         option = "GPUS" if use == "extraction" else "TRAIN_GPUS"
-        raise NcclError(
+        raise NcclFileError(
             f"{path}: {use} was measured on {len(found['gpus'])} GPUs, this stage has {gpus}",
             wanted=f"a measurement on {gpus}",
             next_step=f"make tune-nccl {option}=..., or set run.nccl to null",
         )
     if found["environment"] is None:
-        raise NcclError(
+        raise NcclFileError(
             f"{path}: nothing worked for {use} ({found['why']})",
             wanted="a setting with which NCCL works on this host",
             next_step="make preflight says what to mend; then make tune-nccl",

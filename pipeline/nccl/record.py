@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeline.host.gpus import GpuFacts
 from pipeline.nccl.cases import USES, Case
-from pipeline.nccl.errors import NcclError
+from pipeline.nccl.errors import NcclFileError
 from pipeline.nccl.plan import Grid, Verdict, judge
 from pipeline.nccl.rows import Row
 from pipeline.slate.errors import SlateError
@@ -92,7 +92,7 @@ class Record:
         )
         differs += ["gpus of the uses"] if gpus != dict(self.gpus) else []
         if differs:
-            raise NcclError(
+            raise NcclFileError(
                 f"{path} was measured with another {', '.join(differs)}",
                 wanted="the same host, GPUs, versions and messages",
                 next_step="start over: make tune-nccl without RESUME",
@@ -106,7 +106,7 @@ def read_value(path: Path) -> Any:
     try:
         return read_json(path)
     except SlateError as error:
-        raise NcclError(
+        raise NcclFileError(
             error.found, wanted="a file of make tune-nccl", next_step="make tune-nccl"
         ) from error
 
@@ -116,13 +116,13 @@ def read_record(path: Path) -> dict[str, Any]:
     value = read_value(path)
     whole = {"format", "simulated", "measured_on", "uses", "rows"}
     if not isinstance(value, dict) or value.get("format") != FORMAT or not whole <= value.keys():
-        raise NcclError(
+        raise NcclFileError(
             f"{path} is not a file of make tune-nccl of this version",
             wanted=f"format {FORMAT}",
             next_step="make tune-nccl",
         )
     if not (isinstance(value["uses"], dict) and all(_is_use(value["uses"].get(u)) for u in USES)):
-        raise NcclError(
+        raise NcclFileError(
             f"{path} does not say GPUs and environment of each use",
             wanted=f"a whole file of make tune-nccl, with the uses {', '.join(USES)}",
             next_step="make tune-nccl",

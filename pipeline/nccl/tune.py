@@ -59,7 +59,7 @@ def tune(options: Options, say: Callable[[str], None]) -> Record:
 def gpu_indexes(text: str) -> tuple[int, ...]:
     """`0,1,2` as indexes; empty: none. NcclError for anything else."""
     parts = [part.strip() for part in text.split(",")] if text.strip() else []
-    if not all(part.isdecimal() for part in parts):
+    if not all(part.isascii() and part.isdecimal() and len(part) < 4 for part in parts):
         raise NcclError(
             f"GPUs are {text!r}",
             wanted="indexes with commas between, as nvidia-smi counts them",

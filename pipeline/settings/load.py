@@ -12,7 +12,8 @@ from pydantic_core import ErrorDetails
 
 from pipeline.settings.errors import SettingsError
 from pipeline.settings.model import Settings
-from pipeline.settings.strict_yaml import StrictLoader
+from pipeline.settings.strict_json import read_plain
+from pipeline.settings.strict_yaml import MOST_BYTES, load_yaml
 
 PROFILES = Path(__file__).parent.parent / "profiles"
 _MOST_PARENTS = 8
@@ -22,9 +23,11 @@ PATH_KEYS = (
     ("run", "nccl"),
     ("target", "source", "path"),
     ("prepare", "input"),
+    ("prepare", "tokens"),
     ("extract", "staging"),
     ("extract", "server", "python"),
     ("train", "warm_start"),
+    ("adopt", "dump"),
 )
 
 
@@ -58,6 +61,12 @@ def load_settings(profile: str, *, overrides: Sequence[str] = ()) -> Loaded:
     if isinstance(run, dict) and not run.get("name"):
         run["name"] = Path(profile).name.removesuffix(".yaml").removesuffix(".yml")
         origins["run.name"] = "the profile's name"
+    if key := _with_zero(values):
+        raise SettingsError(
+            f"profile {profile}: {key} holds a zero byte",
+            wanted="text that a path or a command line can hold",
+            next_step="correct the key",
+        )
     try:
         # Through JSON: lists become tuples and strings paths, and nothing else is converted.
         settings = Settings.model_validate_json(json.dumps(values, allow_nan=False))
@@ -139,7 +148,7 @@ def _chain(profile: str) -> list[Path]:
             raise SettingsError(
                 f"profile {paths[-1]} extends {parent}, which leads in a circle",
                 wanted=f"a chain of at most {_MOST_PARENTS} profiles",
-                next_step="remove one of the `extends` lines",
+                next_step="remove one of the `extends` lines of these profiles",
             )
         paths.append(path)
     return paths
@@ -147,7 +156,7 @@ def _chain(profile: str) -> list[Path]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        value = yaml.load(path.read_text(encoding="utf-8"), Loader=StrictLoader)  # noqa: S506  safe
+        value = load_yaml(read_plain(path, most_bytes=MOST_BYTES).decode())
     except (OSError, UnicodeError, yaml.YAMLError) as error:
         raise SettingsError(
             f"profile {path}: {error}",
@@ -178,12 +187,12 @@ def _parse_override(text: str) -> dict[str, Any]:
             next_step="make show lists every key",
         )
     try:
-        parsed = yaml.safe_load(value)
+        parsed = load_yaml(value)
     except yaml.YAMLError as error:
         raise SettingsError(
             f"override {text!r}: {error}",
             wanted="a YAML value after the equals sign",
-            next_step="quote the value",
+            next_step="quote the value, as in --set 'run.name=\"x\"'",
         ) from error
     layer: dict[str, Any] = {}
     here = layer
@@ -223,6 +232,18 @@ def _merge(
         else:
             base[key] = value
             origins[name] = origin
+
+
+def _with_zero(value: Any) -> str:
+    """Dotted key of the first text with a zero byte below a value; empty without one."""
+    pairs: Any = value.items() if isinstance(value, dict) else ()
+    if isinstance(value, list):
+        pairs = enumerate(value)
+    for key, inner in pairs:
+        below = "" if isinstance(inner, str) else _with_zero(inner)
+        if below or (isinstance(inner, str) and "\0" in inner):
+            return f"{key}.{below}".rstrip(".")
+    return ""
 
 
 def _invalid(error: ValidationError, origins: Mapping[str, str], profile: str) -> SettingsError:

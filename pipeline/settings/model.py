@@ -4,6 +4,7 @@ Nothing here reads files or the environment. Combinations that cannot work are r
 validators; what depends on the target or the host is checked by the stage that meets it.
 """
 
+import hashlib
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -32,6 +33,8 @@ class RunSettings(Section):
     """Name of the run, one folder below root; empty: the profile's name."""
     threads: int = Field(default=0, ge=0, le=1024)
     """CPU threads for digests and for CPU engines; 0: one a core that this process may use."""
+    silence_seconds: float = Field(default=3600.0, ge=0)
+    """A process of a stage that sends no word for so long hangs, and the stage ends; 0: never."""
     runtime: Literal["local", "docker"] = "local"
     """Where stages run: on this machine as it is, or each in a container (make images first)."""
     shared_memory_bytes: int = Field(default=1 << 30, ge=64 << 20)
@@ -125,9 +128,13 @@ class PrepareSettings(Section):
     """From conversations to token ids and supervised tokens."""
 
     input: Path | None = None
-    """Conversations: .json, .jsonl, .ndjson (also .gz) or .parquet; a folder of such files."""
+    """Conversations: .json, .jsonl, .ndjson (also .gz) or .parquet; a folder of such
+    files and nothing else."""
     prompts: PromptSource | None = None
     """Instead of input: questions that ship in wheels."""
+    tokens: Path | None = None
+    """Instead of input: records of input_ids and loss_mask (0 or 1), as another system made them;
+    .jsonl or .parquet. Longer ones than max_length are skipped, never cut."""
     answers: Literal["file", "target"] = "file"
     """Who wrote the answers to learn from: the file as it stands, or the target, anew."""
     answering: AnswerSettings = AnswerSettings()
@@ -135,6 +142,8 @@ class PrepareSettings(Section):
     """Longest sample, tokens."""
     too_long: Literal["cut", "skip"] = "cut"
     """A longer conversation is cut to max_length, or skipped."""
+    max_record_bytes: int = Field(default=64 << 20, ge=1 << 10, le=1 << 30)
+    """Longest record of a JSON file; a longer line is skipped and counted, never held whole."""
     held_out_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05
     """Share of conversations kept from training, chosen by a digest of their first question."""
     strict: bool = False
@@ -149,6 +158,10 @@ class PrepareSettings(Section):
     def _one_source(self) -> Self:
         if self.prompts is not None and self.input is not None:
             raise ValueError("prepare.input and prepare.prompts are both set: set one to null")
+        if self.tokens is not None and (self.input or self.prompts or self.answers != "file"):
+            raise ValueError(
+                "prepare.tokens goes with prepare.input=null, prompts=null and answers=file"
+            )
         if self.prompts is not None and self.answers != "target":
             raise ValueError("prompts have no answers of their own: set prepare.answers to target")
         return self
@@ -217,7 +230,7 @@ class ExtractSettings(Section):
     @model_validator(mode="after")
     def _possible(self) -> Self:
         if list(self.taps) != sorted(set(self.taps)):
-            raise ValueError(f"taps must rise without repeats, found {list(self.taps)}")
+            raise ValueError(f"extract.taps must rise without repeats, found {list(self.taps)}")
         if self.engine == "sglang":
             wanted = self.server.tensor_parallel if self.server.device == "cuda" else 0
             if len(self.gpus) != wanted:
@@ -231,11 +244,23 @@ class ExtractSettings(Section):
         return self
 
 
+class AdoptSettings(Section):
+    """States that another system dumped, taken as the output of extract."""
+
+    dump: Path | None = None
+    """Folder of req_N folders with aux_0.pt, aux_1.pt, aux_2.pt, final.pt; only read."""
+    memory_bytes: int = Field(default=8 << 30, ge=1 << 20)
+    """Most memory for rows on their way into shards; it bounds how many requests are read at
+    once, besides run.threads."""
+
+
 class DraftSettings(Section):
     """The drafter's shape. A value of 0 is taken from the target's config."""
 
     vocabulary_size: int = Field(ge=1)
-    """Size of the draft vocabulary, tokens."""
+    """Size of the draft vocabulary, tokens; the target's own size gives the identity map."""
+    hidden_size: int = Field(default=0, ge=0)
+    """Width; another than the target's is refused: servers give the drafter its embedding."""
     intermediate_size: int = Field(default=0, ge=0)
     heads: int = Field(default=0, ge=0)
     kv_heads: int = Field(default=0, ge=0)
@@ -335,6 +360,7 @@ class Settings(Section):
     target: TargetSettings
     prepare: PrepareSettings
     extract: ExtractSettings
+    adopt: AdoptSettings = AdoptSettings()
     draft: DraftSettings
     train: TrainSettings = TrainSettings()
     evaluate: EvaluateSettings = EvaluateSettings()
@@ -359,3 +385,9 @@ class Settings(Section):
     def folder(self) -> Path:
         """The run's own folder, absolute."""
         return (self.run.root / self.run.name).absolute()
+
+    @property
+    def staging_folder(self) -> Path:
+        """Where the run's states wait for their shards, absolute: a folder of its own."""
+        name = hashlib.sha256(str(self.folder).encode()).hexdigest()[:12]
+        return self.extract.staging.absolute() / f"{self.folder.name}-{name}"

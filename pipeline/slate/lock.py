@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pipeline.slate.errors import LockHeld, SlateError
+from pipeline.slate.files import named
 
 
 @contextlib.contextmanager
@@ -40,8 +41,9 @@ def lock(root: Path, *, purpose: str, container: str | None = None) -> Iterator[
                 next_step=f"wait for it, or {stop}, or give this run another name (run.name)",
             ) from None
         who = {"container": container} if container else {"pid": os.getpid()}
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, json.dumps({**who, "purpose": purpose}).encode(), 0)
+        with named(root / ".lock"):
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, json.dumps({**who, "purpose": purpose}).encode(), 0)
         yield
     finally:
         os.close(handle)

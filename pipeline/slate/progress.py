@@ -1,5 +1,6 @@
 """Progress of long work: a bar on a terminal, one line a while in a log."""
 
+import os
 import sys
 import time
 from types import TracebackType
@@ -58,11 +59,24 @@ class Progress:
         )
         if self._note:
             line += f" | {self._note}"
-        if self._terminal:
-            self._stream.write("\r\x1b[K" + line[:200] + end)
-        else:
-            self._stream.write(line + "\n")
-        self._stream.flush()
+        try:
+            if self._terminal:
+                self._stream.write("\r\x1b[K" + line[:200] + end)
+            else:
+                self._stream.write(line + "\n")
+            self._stream.flush()
+        except OSError:
+            to_nowhere(self._stream)
+
+
+def to_nowhere(stream: TextIO) -> None:
+    """Sends what is still to be shown nowhere: a closed terminal is no reason to stop the work.
+
+    Text that stays unwritten would make the interpreter end with status 120.
+    """
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 def progress_line(label: str, *, done: int, total: int, unit: str, new: int, seconds: float) -> str:

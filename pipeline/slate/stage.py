@@ -4,12 +4,11 @@ Everything that can fail for a reason known beforehand fails before the wipe. A 
 any other way than sealed leaves either the old sealed output or nothing sealed.
 """
 
-import errno
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -19,7 +18,8 @@ from pipeline.host.disk import existing_parent, free_bytes
 from pipeline.host.facts import host_facts, source_commit, versions
 from pipeline.host.gpus import GpuFacts, read_gpus
 from pipeline.host.preflight import refuse_unready, scope_of
-from pipeline.slate.errors import NotSealed, SlateError
+from pipeline.slate.errors import Damaged, DiskFault, GpusBusy, OtherIntent
+from pipeline.slate.files import disk_fault
 from pipeline.slate.lock import lock
 from pipeline.slate.log import SAY, open_log
 from pipeline.slate.manifest import Manifest, changed_files, differences, seal_files
@@ -90,7 +90,11 @@ class Stage(Protocol):
 
 
 class StageStopped(BaseException):
-    """SIGTERM arrived; unwinds like Ctrl-C so that children are stopped in order."""
+    """SIGTERM or SIGHUP arrived; unwinds like Ctrl-C so that children are stopped in order."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 def perform(
@@ -103,9 +107,9 @@ def perform(
     """
     output = root / stage.name
     held = lock(root, purpose=stage.name, container=place.container)
-    with held, _terminate_as_exception():
+    with disk_as_fault(output), held, terminate_as_exception():
         log = open_log(root, stage=stage.name)
-        started = time.time()
+        started, clock = time.time(), time.monotonic()  # the first may jump
         SAY.info("%s: log %s", stage.name, log)
         if not (resume and (output / MANIFEST).is_file()):
             check_host(stage.name, stage.gpus, place)  # before minutes of digests
@@ -122,7 +126,7 @@ def perform(
         resume = resume and _resumable(stage.name, output, intent)
         needed = stage.check()
         environment = dict(stage.environment)  # may be refused, so before the wipe
-        _check_gpus(stage.gpus, before=True)
+        check_gpus(stage.gpus, before=True)
         check_wipeable(output, root=root)
         _check_room(output, needed, resume=resume)
         if resume:
@@ -131,42 +135,42 @@ def perform(
             wipe(output, root=root)
             claim(output, stage=stage.name, intent=intent)
         workspace = Workspace(output, log, resume)
-        with _disk_full_as_fault(output):
-            try:
-                stage.run(workspace)
-            finally:
-                _check_gpus(stage.gpus, before=False)
-            outcome = stage.verify(workspace)
-            files = seal_files(
-                output, known=outcome.known_digests, volatile=outcome.volatile, threads=threads
-            )
-            manifest = Manifest(
-                stage=stage.name,
-                settings=intent["settings"],
-                inputs=intent["inputs"],
-                counts=outcome.counts,
-                facts=outcome.facts,
-                files=files,
-                provenance={
-                    "measured": dict(outcome.measured),
-                    "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
-                    "seconds": round(time.time() - started, 1),
-                    "resumed": resume,
-                    "host": host_facts(),
-                    "versions": versions(),
-                    "commit": place.commit or source_commit(Path(__file__).parent),
-                    "image": place.image,
-                    "environment": environment,
-                    "log": log.name,
-                },
-            )
-            manifest.write(output)
-        SAY.info(
-            "%s: sealed in %s, digest %s",
-            stage.name,
-            duration(time.time() - started),
-            manifest.digest,
+        try:
+            stage.run(workspace)
+        finally:
+            check_gpus(stage.gpus, before=False)
+        outcome = stage.verify(workspace)
+        files = seal_files(
+            output, known=outcome.known_digests, volatile=outcome.volatile, threads=threads
         )
+        manifest = Manifest(
+            stage=stage.name,
+            settings=intent["settings"],
+            inputs=intent["inputs"],
+            counts=outcome.counts,
+            facts=outcome.facts,
+            files=files,
+            provenance={
+                "measured": dict(outcome.measured),
+                "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
+                "seconds": round(time.monotonic() - clock, 1),
+                "resumed": resume,
+                "host": host_facts(),
+                "versions": versions(),
+                "commit": place.commit or source_commit(Path(__file__).parent),
+                "image": place.image,
+                "environment": environment,
+                "log": log.name,
+            },
+        )
+        manifest.write(output)
+        with suppress(OSError):  # of the log: sealed is sealed
+            SAY.info(
+                "%s: sealed in %s, digest %s",
+                stage.name,
+                duration(time.monotonic() - clock),
+                manifest.digest,
+            )
         return manifest
 
 
@@ -180,7 +184,7 @@ def ensure(stage: Stage, *, root: Path, threads: int, place: Place = HOST) -> No
     if not (output / MANIFEST).is_file():
         begun = output.is_dir() and read_marker(output) is not None
         what = "was begun and not finished: continuing it" if begun else "is absent: running it"
-        _say_bare(f"{stage.name} {what}")
+        say_bare(f"{stage.name} {what}")
         perform(stage, root=root, resume=begun, threads=threads, place=place)
         return
     manifest = Manifest.read(output)
@@ -189,10 +193,11 @@ def ensure(stage: Stage, *, root: Path, threads: int, place: Place = HOST) -> No
         "inputs": {name: Manifest.read(path).digest for name, path in stage.inputs.items()},
     }
     _same_intent(stage.name, manifest.intent, intent)
-    _say_bare(f"{stage.name} is sealed and matches: reusing {manifest.digest[:12]}")
+    say_bare(f"{stage.name} is sealed and matches: reusing {manifest.digest[:12]}")
 
 
-def _say_bare(message: str) -> None:
+def say_bare(message: str) -> None:
+    """Tells the user, in the log too once there is one."""
     if SAY.handlers:
         SAY.info("%s", message)
     else:  # before any log is open
@@ -215,17 +220,17 @@ def _check_input(name: str, path: Path, threads: int) -> Manifest:
         bad = changed_files(path, manifest, threads=threads, advance=advance)
     if bad:
         listed = "; ".join(f"{path / file} {what}" for file, what in bad[:3])
-        raise NotSealed(
+        raise Damaged(
             f"{len(bad)} of {len(manifest.files)} files of {name} changed after the seal: {listed}",
             wanted="the bytes that were sealed",
-            next_step=f"make verify names the samples; make {name} makes it anew",
+            next_step=f"make verify says what is lost and what to do; make {name} makes it anew",
         )
     return manifest
 
 
 def _same_intent(name: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     if lines := differences(wanted, found):
-        raise NotSealed(
+        raise OtherIntent(
             f"the sealed output of {name} was made from something else:\n  "
             + "\n  ".join(lines[:12]),
             wanted="an output that matches the present settings and inputs",
@@ -239,8 +244,9 @@ def _resumable(name: str, output: Path, intent: Mapping[str, Any]) -> bool:
     if marker is None:
         SAY.info("%s: nothing to resume, starting from a clean slate", name)
         return False
-    if lines := differences(intent, marker["intent"]):
-        raise NotSealed(
+    begun = marker.get("intent")
+    if lines := differences(intent, begun if isinstance(begun, Mapping) else {}):
+        raise OtherIntent(
             f"the unfinished output of {name} was begun from something else:\n  "
             + "\n  ".join(lines[:12]),
             wanted="the settings and inputs that it was begun with",
@@ -260,7 +266,7 @@ def _check_room(output: Path, needed: int, *, resume: bool) -> None:
         )
     free = free_bytes(output) + reusable
     if free < needed:
-        raise SlateError(
+        raise DiskFault(
             f"{existing_parent(output)}: {free >> 20} MiB free"
             + (" (with what is there already)" if resume else " (after the wipe)"),
             wanted=f"{needed >> 20} MiB",
@@ -281,7 +287,7 @@ def check_host(name: str, gpus: tuple[int, ...], place: Place) -> None:
     SAY.info("%s", refuse_unready(place.wanted, scope))
 
 
-def _check_gpus(wanted: tuple[int, ...], *, before: bool) -> None:
+def check_gpus(wanted: tuple[int, ...], *, before: bool) -> None:
     """GPUs at 0 MiB, or SlateError that names the holder.
 
     After the stage they get some time to settle; a stage that wants no GPU is only told.
@@ -300,7 +306,7 @@ def _check_gpus(wanted: tuple[int, ...], *, before: bool) -> None:
         if time.monotonic() >= deadline:
             break
         time.sleep(1.0)
-    raise SlateError(
+    raise GpusBusy(
         "; ".join(problems),
         wanted="every GPU of the stage at 0 MiB with no process"
         + ("" if before else " again at its end"),
@@ -337,26 +343,37 @@ def gpu_problems(facts: GpuFacts, wanted: tuple[int, ...]) -> list[str]:
 
 
 @contextmanager
-def _disk_full_as_fault(output: Path) -> Iterator[None]:
+def disk_as_fault(output: Path) -> Iterator[None]:
+    """Says what a disk did, and how the stage goes on: from its old seal, or from what is whole."""
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG):
+        sealed = "still sealed" if (output / MANIFEST).is_file() else "not sealed"
+        again = f"make {output.name}" + ("" if sealed == "still sealed" else " RESUME=1")
+        fault = disk_fault(error, place=output, next_step=f"{again} ({output} is {sealed})")
+        if fault is None:
             raise
-        raise SlateError(
-            f"{error.filename or output}: {error.strerror} ({free_bytes(output) >> 20} MiB free)",
-            wanted="a disk that takes the output; nothing was sealed",
-            next_step=f"make room or repair the disk, then: make {output.name} RESUME=1",
-        ) from error
+        raise fault from error
 
 
 @contextmanager
-def _terminate_as_exception() -> Iterator[None]:
-    def stop(_signal: int, _frame: FrameType | None) -> None:
-        raise StageStopped
+def terminate_as_exception() -> Iterator[None]:
+    """Lets SIGTERM, and SIGHUP unless it is ignored (nohup), unwind the stage; once, then no more.
 
-    before = signal.signal(signal.SIGTERM, stop)
+    What comes after the first is ignored while children are stopped, which takes seconds.
+    """
+    numbers = [signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)
+        raise StageStopped(number)
+
+    before = {number: signal.signal(number, stop) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

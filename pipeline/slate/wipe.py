@@ -9,8 +9,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from pipeline.slate.errors import WipeRefused
-from pipeline.slate.files import fsync_directory, read_json, write_json
+from pipeline.slate.errors import SlateError, WipeRefused
+from pipeline.slate.files import fsync_directory, partial_of, read_json, write_json
 
 MARKER = ".cleanslate.json"
 MANIFEST = "manifest.json"
@@ -24,21 +24,43 @@ def claim(directory: Path, *, stage: str, intent: dict[str, Any]) -> None:
     WipeRefused when the directory holds anything.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    if found := sorted(path.name for path in directory.iterdir()):
+    if found := sorted(path.name for path in _entries(directory)):
         raise WipeRefused(
             f"{directory} holds {len(found)} entries ({found[0]})",
             wanted="an empty directory",
             next_step="move them elsewhere, or set another run.root",
         )
-    write_json(directory / MARKER, {"project": _PROJECT, "stage": stage, "intent": intent})
+    write_json(directory / MARKER, marker_value(stage, intent))
+
+
+def marker_value(stage: str, intent: dict[str, Any]) -> dict[str, Any]:
+    """What the marker of an output says."""
+    return {"project": _PROJECT, "stage": stage, "intent": intent}
+
+
+def _entries(directory: Path) -> list[Path]:
+    """What is in a directory, but for a marker that a killed `claim` left half written."""
+    half = partial_of(directory / MARKER)
+    return [path for path in directory.iterdir() if path != half or path.is_symlink()]
 
 
 def read_marker(directory: Path) -> dict[str, Any] | None:
-    """The marker's content, or None where this project does not own the directory."""
+    """The marker's content, or None where this project does not own the directory.
+
+    WipeRefused when there is a marker that cannot be read.
+    """
     path = directory / MARKER
     if not path.is_file() or path.is_symlink():
         return None
-    value = read_json(path)
+    try:
+        value = read_json(path)
+    except SlateError as error:
+        raise WipeRefused(
+            error.found,
+            wanted="the marker of an output, whole: without it nothing here is deleted",
+            next_step=f"look into {directory}; if it is an output of this project, remove it: "
+            f"rm -r {directory}",
+        ) from error
     if not isinstance(value, dict) or value.get("project") != _PROJECT:
         return None
     return value
@@ -65,7 +87,7 @@ def check_wipeable(directory: Path, *, root: Path) -> None:
         return
     if not directory.is_dir():
         raise _refused(directory, "not a directory")
-    if any(directory.iterdir()) and read_marker(directory) is None:
+    if _entries(directory) and read_marker(directory) is None:
         raise _refused(directory, f"a directory without this project's marker ({MARKER})")
     device = directory.parent.stat().st_dev
     for path, folders, _ in os.walk(directory):
@@ -104,10 +126,15 @@ def wipe(directory: Path, *, root: Path) -> None:
 
 
 def drop_partials(directory: Path) -> None:
-    """Removes what a killed process left half written in an owned directory: names in .partial."""
+    """Removes what a killed process left half written in an owned directory: hidden names.
+
+    All but the marker; libraries have hidden names of their own for what they are writing.
+    """
     if read_marker(directory) is None:
         raise _refused(directory, f"a directory without this project's marker ({MARKER})")
-    for path in sorted(directory.rglob(".*.partial")):
+    for path in sorted(directory.rglob(".*")):
+        if path == directory / MARKER:
+            continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)  # noqa: TID251  the one owner of deletion
         else:

@@ -5,6 +5,7 @@ original stdout. Prints of libraries go to stderr, which is the stage's log, so 
 the answers. The kernel kills the child when its parent dies, however the parent dies.
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -12,7 +13,11 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, TextIO
+
+from pipeline.faults import Fault, described
+from pipeline.slate.files import disk_fault
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -53,14 +58,21 @@ def open_channel() -> Channel:
 
 def report_error(channel: Channel, error: BaseException) -> None:
     """Sends the error as an event (with its three parts when it is a Fault) and logs it whole."""
-    traceback.print_exc()
+    with contextlib.suppress(OSError):  # the log may be what is full
+        traceback.print_exc()
+    if isinstance(error, OSError):
+        again = "the same command with RESUME=1"
+        error = disk_fault(error, place=Path.cwd(), next_step=again) or error
+    # Of one that nobody foresaw the words alone say little: with where it was raised.
+    words = described(error).partition(": ")[2]
     channel.emit(
         {
             "event": "error",
             "kind": type(error).__name__,
-            "message": getattr(error, "found", None) or str(error) or "(no message)",
+            "message": getattr(error, "found", None) or words,
             "wanted": getattr(error, "wanted", None),
             "next_step": getattr(error, "next_step", None),
+            "code": error.code if isinstance(error, Fault) else None,
         }
     )
 

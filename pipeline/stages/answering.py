@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from pipeline.capture.sglang_generate import Generated
+from pipeline.conversations.normalise import Skip
 from pipeline.conversations.server_answers import AnswerRequest, plan_answers, write_answers
 from pipeline.settings.environment import child_environment
 from pipeline.slate.child import Child
@@ -34,6 +35,7 @@ def answer_in_child(
             "pipeline.conversations.answer_worker",
             environment=child_environment(environment),
             log=log,
+            silence_seconds=run.settings.run.silence_seconds,
             request=values,
         ) as child,
         ExitStack() as shown,
@@ -56,13 +58,16 @@ def answering_plan(run: Run) -> ServerPlan:
     return ServerPlan(answering.compute_dtype, answering.gpus)
 
 
-def answer_on_server(run: Run, request: AnswerRequest, *, log: Path) -> None:
-    """Lets the server answer every prompt that has no answer yet; starts none when all have one."""
+def answer_on_server(run: Run, request: AnswerRequest, *, log: Path) -> dict[str, Skip]:
+    """Lets the server answer every prompt that has no answer yet; starts none when all have one.
+
+    Gives, by prompt, why it got no answer.
+    """
     plan, tokenizer, served = answering_plan(run), run.tokenizer(), run.settings.extract.server
     unanswered = plan_answers(request, tokenizer)
     if not unanswered.left:
         SAY.info("prepare: all %d prompts are answered already", unanswered.done)
-        return
+        return {}
     tokens = cut = 0
     with make_server(run, plan, log=log) as server:
         log_only(f"the server: {check_running(server, plan)}")
@@ -79,11 +84,11 @@ def answer_on_server(run: Run, request: AnswerRequest, *, log: Path) -> None:
                 cut += answer.finish_reason == "length"
                 progress.advance(note=f"{tokens:,} tokens, {cut} cut")
 
-            write_answers(
+            return write_answers(
                 unanswered,
                 server,
                 tokenizer,
-                concurrency=min(served.max_running_requests, unanswered.left),
+                concurrency=min(served.max_running_requests, len(unanswered.left)),
                 timeout_seconds=served.request_timeout_seconds,
                 advance=advance,
             )

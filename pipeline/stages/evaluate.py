@@ -21,7 +21,7 @@ from pipeline.slate.files import read_json, write_atomic, write_json
 from pipeline.slate.log import SAY
 from pipeline.slate.progress import Progress
 from pipeline.slate.stage import Outcome, Workspace
-from pipeline.stages.errors import StageError
+from pipeline.stages.errors import NotProven, TooFew, TooLow
 from pipeline.stages.evaluate_server import agreement, decode_on_server, server_plans
 from pipeline.stages.extract_server import known_interpreter
 from pipeline.stages.run import Run, device_of
@@ -111,7 +111,7 @@ class EvaluateStage:
                 seen.add(ids)
                 prompts.append({"id": entry.id, "prompt_ids": list(ids)})
         if not prompts:
-            raise StageError(
+            raise TooFew(
                 f"{len(held_out)} held-out samples, none with a prompt",
                 wanted="at least one held-out conversation",
                 next_step="raise prepare.held_out_share, then make prepare",
@@ -136,6 +136,8 @@ class EvaluateStage:
         self, workspace: Workspace, prompts: Sequence[Mapping[str, Any]], *, into: str
     ) -> None:
         """Decodes in one process or several, and keeps what they report, in the prompts' order."""
+        for path in workspace.output.glob("part-*.jsonl"):
+            path.unlink()  # of an earlier try, with more workers
         workers = min(self._settings.workers, len(prompts))
         outcomes: dict[str, dict[str, Any]] = {}
         with ExitStack() as children:
@@ -173,6 +175,7 @@ class EvaluateStage:
             "pipeline.evaluation.worker",
             environment=child_environment(self._loop_environment),
             log=workspace.log,
+            silence_seconds=self._run.settings.run.silence_seconds,
             request=request,
         )
 
@@ -188,7 +191,7 @@ class EvaluateStage:
         write_json(workspace.output / ACCEPTANCE, result.to_json())
         _say(result)
         if not result.prompts == decoded == asked:
-            raise StageError(
+            raise NotProven(
                 f"{asked} prompts, {decoded} outcomes, {result.prompts} counted",
                 wanted="one outcome for every prompt",
                 next_step="make evaluate starts over; if it stays so, report it",
@@ -196,7 +199,7 @@ class EvaluateStage:
         self._want_identical(result)
         least = self._settings.least_acceptance_length
         if result.acceptance_length < least:
-            raise StageError(
+            raise TooLow(
                 f"measured acceptance length {result.acceptance_length:.3f}",
                 wanted=f"at least evaluate.least_acceptance_length, {least}",
                 next_step="train longer or on more data; make report shows the curves",
@@ -237,7 +240,7 @@ class EvaluateStage:
     def _want_identical(self, result: Acceptance) -> None:
         difference = result.first_difference
         if difference is not None and self._settings.compute_dtype == "float32":
-            raise StageError(
+            raise NotProven(
                 f"{result.prompts - result.identical} of {result.prompts} drafted outputs differ "
                 f"from plain decoding; first: {difference}",
                 wanted="the same tokens on every prompt in float32",
@@ -257,7 +260,7 @@ def _want_agreement(both: Agreement) -> None:
         both.prompts,
     )
     if not both.holds:
-        raise StageError(
+        raise NotProven(
             f"acceptance length {both.server:.4f} by the server, {both.loop:.4f} by the loop, "
             f"{both.relative:.1%} apart",
             wanted=f"the same within {AGREEMENT:.0%}",

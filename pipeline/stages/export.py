@@ -1,6 +1,6 @@
 """export: the trained drafter in the layout that SGLang and vLLM load, read back and compared."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +8,20 @@ import torch
 from torch import Tensor
 
 from pipeline.draft.config import DrafterConfig
-from pipeline.draft.export import EXPORT_DTYPE, export_drafter, load_exported
+from pipeline.draft.export import (
+    EXPORT_DTYPE,
+    Origin,
+    export_drafter,
+    export_tensors,
+    load_exported,
+)
 from pipeline.draft.model import Drafter
 from pipeline.slate.log import SAY
 from pipeline.slate.stage import Outcome, Workspace
-from pipeline.stages.errors import StageError
+from pipeline.stages.errors import NotProven
 from pipeline.stages.run import Run
-from pipeline.stages.train import final_checkpoint
+from pipeline.stages.train import sealed_checkpoint, token_digest
+from pipeline.store.index import Entry
 from pipeline.store.reader import StateDataset
 
 _ROWS = 64  # compared after reading back
@@ -49,13 +56,19 @@ class ExportStage:
         return {}
 
     def check(self) -> int:
-        """The last checkpoint is complete."""
-        checkpoint = final_checkpoint(self._run.output("train"))
+        """The last checkpoint is complete and holds what both servers read."""
+        checkpoint = sealed_checkpoint(self._run.output("train"))
+        export_tensors(
+            *checkpoint.model(),
+            DrafterConfig.from_json(checkpoint.drafter),
+            target=self._run.target_facts(),
+            taps=StateDataset.open(self._run.output("extract")).taps,
+        )
         return (checkpoint.folder / "model.safetensors").stat().st_size + (64 << 20)
 
     def run(self, workspace: Workspace) -> None:
         """Writes weights and config."""
-        checkpoint = final_checkpoint(self._run.output("train"))
+        checkpoint = sealed_checkpoint(self._run.output("train"))
         masters, vocabulary = checkpoint.model()
         dataset = StateDataset.open(self._run.output("extract"))
         report = export_drafter(
@@ -65,7 +78,8 @@ class ExportStage:
             DrafterConfig.from_json(checkpoint.drafter),
             target=self._run.target_facts(),
             taps=dataset.taps,
-            trained_length=max(entry.length for entry in dataset.entries),
+            trained_length=longest_trained(dataset.entries),
+            origin=Origin(dataset.target_fingerprint, token_digest(self._run.tokenizer())),
         )
         SAY.info(
             "export: %d tensors, %.1f M parameters; layer ids by server: %s",
@@ -78,13 +92,13 @@ class ExportStage:
 
     def verify(self, workspace: Workspace) -> Outcome:
         """The export as read back gives bit for bit the logits of the checkpoint in bfloat16."""
-        checkpoint = final_checkpoint(self._run.output("train"))
+        checkpoint = sealed_checkpoint(self._run.output("train"))
         masters, vocabulary = checkpoint.model()
         loaded, read_vocabulary, config = load_exported(workspace.output)
         wanted = Drafter(DrafterConfig.from_json(checkpoint.drafter)).to(EXPORT_DTYPE).eval()
         wanted.load_state_dict(masters)
         if not torch.equal(probe(loaded), probe(wanted)) or not vocabulary.same_as(read_vocabulary):
-            raise StageError(
+            raise NotProven(
                 f"{workspace.output}: logits or vocabulary differ from {checkpoint.folder.name}",
                 wanted="the same bits after reading the export back",
                 next_step="make export starts over; if it stays so, report it",
@@ -99,6 +113,11 @@ class ExportStage:
                 "max_position_embeddings": config.max_position_embeddings,
             },
         )
+
+
+def longest_trained(entries: Iterable[Entry]) -> int:
+    """Tokens of the longest sample that was trained on; held-out samples do not count."""
+    return max(entry.length for entry in entries if entry.split == "train")
 
 
 @torch.inference_mode()

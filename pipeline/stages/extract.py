@@ -1,6 +1,5 @@
 """extract: the target's states for every token of every sample, proven complete."""
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,15 +14,17 @@ from pipeline.capture.contract import Engine
 from pipeline.capture.drive import CapturePlan, capture_states, shard_name
 from pipeline.capture.plan import plan_shards
 from pipeline.capture.staging import Staging
+from pipeline.draft.export import check_target
 from pipeline.host.disk import existing_parent, filesystem, free_bytes
 from pipeline.settings.environment import child_environment
 from pipeline.slate.child import Child
+from pipeline.slate.errors import SlateError
 from pipeline.slate.files import read_json
 from pipeline.slate.log import SAY, log_only
 from pipeline.slate.progress import Progress
 from pipeline.slate.stage import Outcome, Workspace
 from pipeline.slate.wipe import check_wipeable, claim, wipe
-from pipeline.stages.errors import StageError
+from pipeline.stages.errors import NotProven, StageError, TooFew
 from pipeline.stages.extract_server import (
     SERVER_FACTS,
     check_server,
@@ -32,6 +33,8 @@ from pipeline.stages.extract_server import (
     serving,
 )
 from pipeline.stages.run import Run, device_of
+from pipeline.stages.train import drafter_config
+from pipeline.store.errors import ShardDamaged
 from pipeline.store.index import Entry, Sample, ShardIndex
 from pipeline.store.layout import row_bytes, state_fields
 from pipeline.store.reader import (
@@ -42,7 +45,7 @@ from pipeline.store.reader import (
     check_states,
 )
 from pipeline.target.facts import fingerprint
-from pipeline.target.tensors import read_head
+from pipeline.target.tensors import check_ends, read_head
 
 _FILE_TIMEOUT_SECONDS = 60.0
 _LOGIT_ROWS = 256  # rows of logits [rows, V] that exist at once in the comparison
@@ -91,18 +94,26 @@ class ExtractStage:
 
     @property
     def _staging(self) -> Path:
-        name = hashlib.sha256(str(self._run.folder).encode()).hexdigest()[:12]
-        return self._settings.staging.absolute() / f"{self._run.folder.name}-{name}"
+        return self._run.settings.staging_folder
 
-    def check(self) -> int:
-        """Taps against the target's depth, the quota against the largest sample, the tmpfs."""
+    def check_target(self) -> None:
+        """Target, taps and drafter go together. StageError and faults of their rooms."""
         settings, facts = self._settings, self._run.target_facts()
+        check_ends(self._run.target_folder)
         if settings.taps[-1] >= facts.layers:
             raise StageError(
                 f"extract.taps names layer {settings.taps[-1]}, the target has {facts.layers}",
                 wanted=f"layers 0 to {facts.layers - 1}",
                 next_step="correct extract.taps",
             )
+        # Hours of capture are in vain where no drafter can be trained on it, or exported.
+        drafter = drafter_config(self._run.settings.draft, facts, taps=settings.taps)
+        check_target(drafter, facts, settings.taps)
+
+    def check(self) -> int:
+        """Target and drafter that fit, taps, the quota against the largest sample, the tmpfs."""
+        settings, facts = self._settings, self._run.target_facts()
+        self.check_target()
         fields = state_fields(facts.hidden_size, taps=len(settings.taps))
         samples = PreparedSamples.open(self._run.output("prepare"))
         largest = max(samples.entries, key=lambda entry: entry.length)
@@ -114,12 +125,14 @@ class ExtractStage:
             )
         if self._served:
             check_server(self._run, largest_bytes=largest.length * row_bytes(fields))
+        # One sample that is being read is mapped when its file no longer counts.
+        needed = settings.staging_quota_bytes + largest.length * row_bytes(fields)
         free = free_bytes(self._staging)
-        if free < settings.staging_quota_bytes:
+        if free < needed:
             raise StageError(
                 f"{existing_parent(self._staging)} ({filesystem(self._staging)}) has "
                 f"{free >> 20} MiB free",
-                wanted=f"the staging quota, {settings.staging_quota_bytes >> 20} MiB",
+                wanted=f"the staging quota and one sample, {-(-needed >> 20)} MiB",
                 next_step="free it, enlarge the tmpfs, or lower extract.staging_quota_bytes",
             )
         check_wipeable(self._staging, root=settings.staging.absolute())
@@ -135,10 +148,34 @@ class ExtractStage:
             samples.entries, row_bytes=row_bytes(fields), shard_bytes=settings.shard_bytes
         )
         finished = self._finished(workspace, shards, fields) if workspace.resume else frozenset()
+        measured = spread(samples.entries, settings.logprob_samples)
+        self.capture(workspace, shards, finished=finished, logprob_ids=measured)
+        DatasetFacts(
+            facts.hidden_size,
+            settings.taps,
+            fingerprint(self._run.target_folder),
+            len(shards),
+        ).write(workspace.output)
+
+    def capture(
+        self,
+        workspace: Workspace,
+        shards: Sequence[Sequence[Entry]],
+        *,
+        finished: frozenset[int],
+        logprob_ids: frozenset[str],
+    ) -> None:
+        """Runs the engine over samples of `prepare`, into shards below workspace.output.
+
+        shards: the samples of each; finished: numbers of those that are there already. logprob_ids:
+        samples whose log-probabilities are compared. The engine is started once, and stopped.
+        """
+        settings, facts = self._settings, self._run.target_facts()
+        samples = PreparedSamples.open(self._run.output("prepare"))
         root = settings.staging.absolute()
         wipe(self._staging, root=root)
         claim(self._staging, stage="staging", intent={})
-        total = sum(entry.length for entry in samples.entries)
+        total = sum(entry.length for shard in shards for entry in shard)
         already = sum(entry.length for n in finished for entry in shards[n])
         head = read_head(self._run.target_folder)
         staging = Staging(self._staging, quota_bytes=settings.staging_quota_bytes)
@@ -155,7 +192,7 @@ class ExtractStage:
                         taps=settings.taps,
                         hidden_size=facts.hidden_size,
                         batch_tokens=settings.batch_tokens,
-                        logprob_ids=spread(samples.entries, settings.logprob_samples),
+                        logprob_ids=logprob_ids,
                         difference=lambda sample, final, logprobs: greatest_difference(
                             sample, final, logprobs, head=head
                         ),
@@ -170,12 +207,6 @@ class ExtractStage:
         finally:
             wipe(self._staging, root=root)
             self._staging.rmdir()
-        DatasetFacts(
-            facts.hidden_size,
-            settings.taps,
-            fingerprint(self._run.target_folder),
-            len(shards),
-        ).write(workspace.output)
 
     @contextmanager
     def _engine(
@@ -192,6 +223,7 @@ class ExtractStage:
             "pipeline.capture.worker",
             environment=child_environment(self.environment),
             log=workspace.log,
+            silence_seconds=self._run.settings.run.silence_seconds,
             request=self._request(),
         ) as child:
             numbers = {entry.id: number for number, entry in enumerate(samples.entries)}
@@ -225,11 +257,16 @@ class ExtractStage:
             path = workspace.output / f"{shard_name(number)}.json"
             if not path.exists():
                 continue
-            index = ShardIndex.read(path)
-            named = {entry.id for entry in index.entries} | {name for name, _ in index.skipped}
-            if named == {entry.id for entry in members}:
-                check_shard(workspace.output, index, fields=fields)
-                keep.add(number)
+            try:
+                index = ShardIndex.read(path)
+                named = {entry.id for entry in index.entries} | {name for name, _ in index.skipped}
+                if path.is_symlink() or (workspace.output / index.shard).is_symlink():
+                    SAY.warning("extract: %s or its shard is a link: captured again", path)
+                elif named == {entry.id for entry in members}:
+                    check_shard(workspace.output, index, fields=fields)
+                    keep.add(number)
+            except (ShardDamaged, SlateError) as damaged:
+                SAY.warning("extract: captured again: %s", damaged.found)
         for path in workspace.output.glob("states-*"):
             if int(path.stem.removeprefix("states-")) not in keep:
                 path.unlink()
@@ -238,17 +275,22 @@ class ExtractStage:
 
     def verify(self, workspace: Workspace) -> Outcome:
         """Every prepared sample once, every byte as its index says, log-probabilities agree."""
-        samples = PreparedSamples.open(self._run.output("prepare"))
-        dataset = StateDataset.open(workspace.output)
-        total = sum(entry.length for entry in dataset.entries)
+        total = sum(entry.length for entry in StateDataset.open(workspace.output).entries)
         with Progress("extract: verifying", total=total, unit="rows") as progress:
             for rows in check_states(workspace.output, threads=self._run.threads):
                 progress.advance(rows)
+        return self.outcome(workspace)
+
+    def outcome(self, workspace: Workspace) -> Outcome:
+        """As `verify`, for shards whose bytes are proven already."""
+        samples = PreparedSamples.open(self._run.output("prepare"))
+        dataset = StateDataset.open(workspace.output)
+        total = sum(entry.length for entry in dataset.entries)
         check_complete(samples, dataset)
         reasons = Counter(reason for _, reason in dataset.skipped)
         kept, read = len(dataset.entries), len(samples.entries)
         if kept < self._settings.least_kept_share * read:
-            raise StageError(
+            raise TooFew(
                 f"{kept} of {read} samples captured; left out: {dict(reasons)}",
                 wanted=f"at least {self._settings.least_kept_share:.0%}",
                 next_step=f"read the reasons in {workspace.log}, mend, then make extract",
@@ -296,14 +338,14 @@ class ExtractStage:
 
     def _greatest(self, differences: Mapping[str, float]) -> float:
         if not differences:
-            raise StageError(
+            raise NotProven(
                 "no sample's log-probabilities were compared",
                 wanted="at least one",
                 next_step="make extract starts over; if it stays so, report it",
             )
         name, greatest = max(differences.items(), key=lambda item: item[1])
         if not greatest <= self._settings.logprob_tolerance:
-            raise StageError(
+            raise NotProven(
                 f"sample {name}: log-probabilities from the stored final states differ by "
                 f"{greatest:.4f} nats from the engine's own",
                 wanted=f"at most extract.logprob_tolerance, {self._settings.logprob_tolerance}",
@@ -328,7 +370,7 @@ def check_complete(samples: PreparedSamples, dataset: StateDataset) -> None:
     for entry in samples.entries:
         found = (entry.id in present) + skipped[entry.id]
         if found != 1:
-            raise StageError(
+            raise NotProven(
                 f"sample {entry.id} is {'nowhere' if not found else f'in {found} places'}",
                 wanted="exactly one shard or the skip list",
                 next_step="make extract starts over; if it stays so, report it",
@@ -340,13 +382,13 @@ def check_complete(samples: PreparedSamples, dataset: StateDataset) -> None:
                 and torch.equal(states.supervised, sample.supervised)
                 and present[entry.id].split == entry.split
             ):
-                raise StageError(
+                raise NotProven(
                     f"sample {entry.id}: ids, mask or split differ from the prepared sample",
                     wanted="the sample as it was prepared",
                     next_step="make extract starts over; if it stays so, report it",
                 )
     if len(present) + len(dataset.skipped) != len(samples.entries):
-        raise StageError(
+        raise NotProven(
             f"{len(present)} kept and {len(dataset.skipped)} left out",
             wanted=f"{len(samples.entries)} in all, as prepared",
             next_step="make extract starts over; if it stays so, report it",

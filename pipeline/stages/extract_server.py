@@ -25,7 +25,7 @@ from pipeline.capture.staging import Staging
 from pipeline.settings.environment import child_environment
 from pipeline.slate.files import write_json
 from pipeline.slate.log import SAY
-from pipeline.stages.errors import StageError
+from pipeline.stages.errors import ServerUnfit, StageError
 from pipeline.stages.run import Run
 from pipeline.store.reader import PreparedSamples
 
@@ -113,7 +113,7 @@ def check_server(run: Run, *, largest_bytes: int) -> None:
         )
     found = known_interpreter(run)
     if PLUGIN not in found["plugins"]:
-        raise StageError(
+        raise ServerUnfit(
             f"{settings.server.python} has SGLang, but not Cleanslate's capture plugin",
             wanted=f"the entry point {PLUGIN}",
             next_step=f"{settings.server.python} -m pip install --no-deps -e .",
@@ -125,7 +125,7 @@ def known_interpreter(run: Run) -> dict[str, Any]:
     python = run.settings.extract.server.python
     found = ask_interpreter(python.absolute())
     if found["sglang"] not in SUPPORTED:
-        raise StageError(
+        raise ServerUnfit(
             f"{python} has SGLang {found['sglang'] or '(none)'}",
             wanted=f"one of {', '.join(SUPPORTED)}: the capture knows the insides of these",
             next_step="make sglang-cpu (without a GPU), or set extract.server.python",
@@ -146,7 +146,7 @@ def ask_interpreter(python: Path) -> dict[str, Any]:
         )
         value: dict[str, Any] = json.loads(done.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        raise StageError(
+        raise ServerUnfit(
             f"extract.server.python is {python}: {error}",
             wanted="an interpreter that has SGLang",
             next_step="make sglang-cpu (without a GPU), or set extract.server.python",
@@ -232,7 +232,7 @@ def _probe(
         raise
     except CaptureError as error:
         heard = "".join(f"\n  | {line}" for line in lines_about(server.log_text(), "leanslate"))
-        raise StageError(
+        raise ServerUnfit(
             error.found + (f"; the server said:{heard}\n" if heard else ""),
             wanted=error.wanted,
             next_step=error.next_step,
@@ -244,7 +244,7 @@ def _check_running(server: SglangServer, info: Mapping[str, Any], run: Run) -> N
         info, chunked_prefill_tokens=run.settings.extract.server.chunked_prefill_tokens
     )
     if problems:
-        raise StageError(
+        raise ServerUnfit(
             f"the running server: {'; '.join(problems)}",
             wanted="a server that runs with the flags it was given",
             next_step=f"see extract.server.extra_arguments, and why in {server.log}",

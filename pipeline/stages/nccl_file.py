@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from pathlib import Path
 
-from pipeline.containers.plan import SERVE, STAGES, Request, nccl_gpus, stages_to_run
+from pipeline.containers.plan import REPAIR, SERVE, STAGES, Request, nccl_gpus, stages_to_run
 from pipeline.nccl.cases import Use
 from pipeline.nccl.profile import environment_for
 from pipeline.settings.model import Settings
@@ -15,7 +15,7 @@ def unseen_nccl(request: Request, settings: Settings, shown: Collection[Path]) -
     NcclError where it was, and one of the stages could not take it.
     """
     file = settings.run.nccl
-    if file is None or request.stage not in (*STAGES, SERVE):
+    if file is None or request.stage not in (*STAGES, SERVE, REPAIR):
         return None
     for stage in stages_to_run(request, settings):
         gpus = nccl_gpus(stage, settings)

@@ -20,7 +20,7 @@ from pipeline.settings.load import flatten, origin_of
 from pipeline.slate.log import SAY
 from pipeline.slate.manifest import Manifest
 from pipeline.slate.stage import Outcome, Workspace
-from pipeline.stages.errors import StageError
+from pipeline.stages.errors import NotProven
 from pipeline.stages.run import Run
 from pipeline.store.reader import PreparedSamples
 
@@ -66,7 +66,7 @@ class ReportStage:
         found = {path.name for path in workspace.output.iterdir() if path.stat().st_size}
         missing = ({PAGE_NAME} | _PICTURES) - found
         if missing:
-            raise StageError(
+            raise NotProven(
                 f"the report lacks {sorted(missing)}",
                 wanted="the page and every picture",
                 next_step="this is a fault of the stage: please report it",
@@ -141,8 +141,12 @@ def _boundary(stage: str, unit: str, manifest: Manifest) -> Boundary:
 def _notices(prepared: Manifest, extracted: Manifest) -> tuple[str, ...]:
     measured = extracted.provenance["measured"]
     notices = [
-        f"Log-probabilities of {measured['logprob_samples']} samples, recomputed from the stored "
-        f"final states, differ from the engine's own by at most "
+        "The states were adopted from another system's dump: the stored final states predict the "
+        f"supervised tokens of {measured['supervised_log_probability_samples']} samples with "
+        f"{measured['supervised_log_probability_nats']:.3f} nats a token."
+        if "supervised_log_probability_nats" in measured
+        else f"Log-probabilities of {measured['logprob_samples']} samples, recomputed from the "
+        f"stored final states, differ from the engine's own by at most "
         f"{measured['logprob_greatest_difference_nats']:.4f} nats "
         f"(allowed: {measured['logprob_tolerance_nats']})."
     ]

@@ -1,10 +1,12 @@
 """What all stages of a run share: its settings, folders and target."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from pipeline.conversations.normalise import Skip
 from pipeline.nccl.cases import Use
 from pipeline.nccl.profile import environment_for
 from pipeline.settings.environment import available_cores, stage_environment
@@ -67,6 +69,18 @@ class Run:
         """Sizes of the target. TargetError when its folder is not one."""
         return read_facts(self.target_folder)
 
+    @cached_property
+    def known_ids(self) -> int:
+        """Rows of the target's embedding: token ids lie below it."""
+        return self.target_facts().vocabulary_size
+
+    def beyond_embedding(self, ids: Sequence[int]) -> Skip | None:
+        """Why ids cannot be run: some tokenizers know more tokens than their target."""
+        most = self.known_ids
+        if max(ids, default=0) < most:
+            return None
+        return Skip("beyond_embedding", f"token id {max(ids)}, the target knows 0 to {most - 1}")
+
     def environment(
         self, *, gpus: tuple[int, ...], extra: Mapping[str, str] | None = None
     ) -> dict[str, str]:
@@ -100,6 +114,12 @@ class Run:
                     next_step="correct target.end_of_turn",
                 )
             ids.add(int(vocabulary[token]))
+        if beyond := self.beyond_embedding(sorted(ids)):
+            raise StageError(
+                f"{self.target_folder}: a turn ends with {beyond.detail}",
+                wanted="an id of the target's embedding",
+                next_step="correct target.end_of_turn, or fetch the model's folder again, whole",
+            )
         return frozenset(ids)
 
 

@@ -12,14 +12,14 @@ from types import FrameType
 
 from pipeline.capture.sglang_server import SglangServer
 from pipeline.host.gpus import read_gpus
-from pipeline.slate.errors import SlateError
+from pipeline.slate.errors import GpusBusy
 from pipeline.slate.lock import lock
 from pipeline.slate.log import SAY, log_only, open_log
 from pipeline.slate.manifest import Manifest
 from pipeline.slate.stage import check_host, ensure, gpu_problems
 from pipeline.stages.errors import StageError
 from pipeline.stages.extract_server import known_interpreter
-from pipeline.stages.plan import STAGES, check_environments, needed_by
+from pipeline.stages.plan import check_environments, following, needed_by, stage_of
 from pipeline.stages.run import Run
 from pipeline.stages.server import (
     Drafting,
@@ -42,16 +42,17 @@ def serve_run(run: Run) -> None:
     """
     plan = serving_plan(run)
     plan_environment(run, plan)  # may be refused, so before anything is made
+    run = following(run, "export", resume=False)
     names = [*needed_by("export", run), "export"]
     check_environments(names, run)
     for name in names:
-        ensure(STAGES[name](run), root=run.folder, threads=run.threads, place=run.place)
+        ensure(stage_of(name, run), root=run.folder, threads=run.threads, place=run.place)
     with lock(run.folder, purpose="serve", container=run.place.container):
         log = open_log(run.folder, stage="serve")
         known_interpreter(run)
         check_host("serve", plan.gpus, run.place)
         if plan.gpus and (problems := gpu_problems(read_gpus(), plan.gpus)):
-            raise SlateError(
+            raise GpusBusy(
                 "; ".join(problems),
                 wanted="every GPU of the server at 0 MiB with no process",
                 next_step="stop what holds them (this project never kills what it did not start)",

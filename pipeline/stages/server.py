@@ -10,7 +10,7 @@ from pipeline.capture.sglang_server import SglangServer
 from pipeline.evaluation.sglang_drafter import drafter_flags, wrong_drafting
 from pipeline.settings.environment import child_environment
 from pipeline.slate.log import SAY
-from pipeline.stages.errors import StageError
+from pipeline.stages.errors import ServerUnfit, StageError
 from pipeline.stages.extract_server import target_flags
 from pipeline.stages.run import Run
 
@@ -110,7 +110,7 @@ def check_running(server: SglangServer, plan: ServerPlan) -> dict[str, object]:
     if not plan.radix_cache and info.get("disable_radix_cache") is not True:
         problems.append("the prefix cache is on")
     if problems:
-        raise StageError(
+        raise ServerUnfit(
             f"the running server: {'; '.join(problems)}",
             wanted="a server that runs with the flags it was given",
             next_step=f"see {server.log} for why it changed them, and extract.server",

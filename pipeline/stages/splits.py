@@ -34,33 +34,29 @@ class SplitWriter:
         self._forced: bytes | None = None
         self._waiting: list[_Waiting] | None = []
         self._seen: set[bytes] = set()
-        self._repeats: list[str] = []
         self.kept = 0
 
-    def add(
-        self, place: str, *, question: str, input_ids: Sequence[int], supervised: Sequence[bool]
-    ) -> None:
-        """Takes one sample of n > 0 ids; a repeat of earlier ids is only noted."""
+    def add(self, *, question: str, input_ids: Sequence[int], supervised: Sequence[bool]) -> bool:
+        """Takes one sample of n > 0 ids; False, and not taken, when it repeats earlier ids."""
         ids = torch.tensor(input_ids, dtype=torch.int32)
         digest = hashlib.blake2b(ids.numpy().tobytes(), digest_size=16).digest()
         if digest in self._seen:
-            self._repeats.append(place)
-            return
+            return False
         self._seen.add(digest)
         asked = hashlib.sha256(question.encode()).digest()[:8]
         sample = _Waiting(asked, input_ids, supervised)
         if self._waiting is None:
             self._write(sample)
-            return
+            return True
         self._waiting.append(sample)
         if len(self._waiting) >= _BUFFERED:
             self._release()
+        return True
 
-    def finish(self) -> list[str]:
-        """Writes what waits; gives the places of the repeats."""
+    def finish(self) -> None:
+        """Writes what waits."""
         self._release()
         self._writer.flush()
-        return self._repeats
 
     def _release(self) -> None:
         waiting, self._waiting = self._waiting or [], None

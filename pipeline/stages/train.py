@@ -5,22 +5,27 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.draft.config import DrafterConfig
-from pipeline.draft.export import load_exported
+from pipeline.draft.export import WEIGHTS_NAME, check_target, read_origin
 from pipeline.draft.vocabulary import DraftVocabulary
+from pipeline.report.metrics import read_training
 from pipeline.settings.environment import child_environment
 from pipeline.settings.model import DraftSettings
 from pipeline.slate.child import Child
-from pipeline.slate.files import read_json, sha256_file, write_json
+from pipeline.slate.files import read_json, sha256_file, sha256_json, write_json
 from pipeline.slate.log import SAY
+from pipeline.slate.manifest import Manifest
 from pipeline.slate.progress import Progress
 from pipeline.slate.stage import Outcome, Workspace
-from pipeline.stages.errors import StageError
+from pipeline.stages.errors import NotProven, StageError
 from pipeline.stages.prepare import VOCABULARY
 from pipeline.stages.run import Run, device_of
 from pipeline.store.reader import StateDataset
-from pipeline.target.facts import TargetFacts
-from pipeline.training.checkpoint import Checkpoint, newest_complete
+from pipeline.target.facts import TargetFacts, fingerprint
+from pipeline.training.checkpoint import Checkpoint, newest_complete, read_checkpoint
+from pipeline.training.errors import CheckpointError
+from pipeline.training.material import start_and_map
 from pipeline.training.request import TrainRequest
+from pipeline.training.start import plan_run
 
 CHECKPOINTS = "checkpoints"
 _REQUEST = "request.json"
@@ -32,9 +37,20 @@ _MASTER_BYTES = 12  # weight, first and second moment, float32 each
 def drafter_config(
     draft: DraftSettings, facts: TargetFacts, *, taps: tuple[int, ...]
 ) -> DrafterConfig:
-    """The drafter's shape: what the profile says, the rest from the target."""
+    """The drafter's shape: what the profile says, the rest from the target.
+
+    StageError when the profile asks for a position limit below the target's.
+    """
+    limit = draft.max_position_embeddings or facts.max_position_embeddings
+    if limit < facts.max_position_embeddings:
+        raise StageError(
+            f"draft.max_position_embeddings is {limit}",
+            wanted=f"at least the target's {facts.max_position_embeddings} positions: servers size "
+            "the drafter's rotary table by it",
+            next_step="set draft.max_position_embeddings to 0 (the target's) or higher",
+        )
     return DrafterConfig(
-        hidden_size=facts.hidden_size,
+        hidden_size=draft.hidden_size or facts.hidden_size,
         target_hidden_size=facts.hidden_size,
         intermediate_size=draft.intermediate_size or facts.intermediate_size,
         heads=draft.heads or facts.heads,
@@ -46,7 +62,7 @@ def drafter_config(
         # A base of the drafter's own goes without the target's scaling, which belongs to its base.
         rope_scaling=None if draft.rope_theta else facts.rope_scaling,
         rms_norm_eps=facts.rms_norm_eps,
-        max_position_embeddings=max(draft.max_position_embeddings, facts.max_position_embeddings),
+        max_position_embeddings=limit,
         norm_output=draft.norm_output,
         taps=taps,
     )
@@ -78,10 +94,9 @@ class TrainStage:
     @property
     def decides(self) -> Mapping[str, Any]:
         """All that changes what is learned; not where it is computed."""
-        warm = self._settings.warm_start
         return {
             **self._settings.model_dump(mode="json", exclude=_PLACE_ONLY),
-            "warm_start": sha256_file(warm / "model.safetensors") if warm else None,
+            "warm_start": self._warm_digest(),
             "draft": self._run.settings.draft.model_dump(mode="json"),
             "target": self._run.target_decides(),
         }
@@ -94,13 +109,26 @@ class TrainStage:
         extra = {**nccl, "OMP_NUM_THREADS": str(threads)}
         return self._run.environment(gpus=self.gpus, extra=extra)
 
+    def _warm_digest(self) -> str | None:
+        if self._settings.warm_start is None:
+            return None
+        weights = self._settings.warm_start / WEIGHTS_NAME
+        if not weights.is_file():
+            raise StageError(
+                f"train.warm_start: {weights} does not exist",
+                wanted="the folder of an exported drafter",
+                next_step="correct train.warm_start, or leave it out to train afresh",
+            )
+        return sha256_file(weights)
+
     def _config(self) -> DrafterConfig:
         taps = tuple(self._run.settings.extract.taps)
         return drafter_config(self._run.settings.draft, self._run.target_facts(), taps=taps)
 
     def check(self) -> int:
-        """Drafter, states, vocabulary and warm start belong together."""
+        """Drafter, states, vocabulary and warm start belong together and can be exported."""
         config = self._config()
+        check_target(config, self._run.target_facts(), config.taps)
         dataset = StateDataset.open(self._run.output("extract"))
         if dataset.taps != config.taps or dataset.hidden_size != config.target_hidden_size:
             raise StageError(
@@ -108,36 +136,67 @@ class TrainStage:
                 wanted=f"taps {list(config.taps)} of width {config.target_hidden_size}",
                 next_step="make extract with the present settings",
             )
-        if self._settings.warm_start is not None:
-            _, vocabulary, _ = load_exported(self._settings.warm_start)
-        else:
-            vocabulary = DraftVocabulary.load(self._run.output("prepare") / VOCABULARY)
+        target = fingerprint(self._run.target_folder)
+        if dataset.target_fingerprint != target:
+            raise StageError(
+                f"the states are of a target with fingerprint {dataset.target_fingerprint}",
+                wanted=f"{target}, that of {self._run.target_folder}",
+                next_step="make extract with the present target",
+            )
+        request = self._request(self._run.output(self.name), resume=False)
+        _, vocabulary = start_and_map(request, config)
         if vocabulary.size != config.draft_vocabulary_size:
             raise StageError(
                 f"the draft vocabulary has {vocabulary.size} tokens",
                 wanted=f"draft.vocabulary_size, {config.draft_vocabulary_size}",
                 next_step="set draft.vocabulary_size to it, or make prepare",
             )
-        if not any(entry.split == "train" for entry in dataset.entries):
-            raise StageError(
-                "no captured sample is in the training split",
-                wanted="at least one",
-                next_step="read the reasons of make extract",
+        plan_run(dataset, request)
+        if request.warm_start is not None:
+            self._check_warm_start(request.warm_start, vocabulary, dataset.target_fingerprint)
+        if self._settings.ranks > request.packs_per_step:
+            SAY.warning(
+                "train: a step has %d pack(s) for %d ranks: %d of them will only wait; raise "
+                "train.tokens_per_step or lower train.tokens_per_pack",
+                request.packs_per_step,
+                self._settings.ranks,
+                self._settings.ranks - request.packs_per_step,
             )
         checkpoints = self._settings.keep_checkpoints + 1  # the next is whole before one goes
         return checkpoints * _MASTER_BYTES * _parameters(config) + (64 << 20)
 
-    def _request(self, workspace: Workspace) -> TrainRequest:
+    def _check_warm_start(self, warm: Path, kept: DraftVocabulary, target: str) -> None:
+        """StageError when its token ids mean other tokens; says what else it brings along."""
+        origin = read_origin(warm)
+        if origin is not None and origin.tokens != token_digest(self._run.tokenizer()):
+            raise StageError(
+                f"train.warm_start: {warm} was trained for a target with other tokens",
+                wanted="the same token ids, which the drafter's head and map stand for",
+                next_step="train afresh, without train.warm_start",
+            )
+        if origin is None or origin.target != target:
+            SAY.warning("train: %s was trained for another target than these states are of", warm)
+        prepared = DraftVocabulary.load(self._run.output("prepare") / VOCABULARY)
+        missing = int((prepared.t2d & ~kept.t2d).sum())
+        SAY.info(
+            "train: warm start from %s, whose draft vocabulary is kept; %d of the %d tokens that "
+            "make prepare chose are not in it",
+            warm,
+            missing,
+            prepared.size,
+        )
+
+    def _request(self, output: Path, *, resume: bool) -> TrainRequest:
         settings = self._settings
         warm = settings.warm_start
         return TrainRequest(
             dataset=self._run.output("extract"),
             target=self._run.target_folder,
-            output=workspace.output,
+            output=output,
             drafter=self._config().to_json(),
             draft_vocabulary=None if warm else self._run.output("prepare") / VOCABULARY,
             warm_start=warm,
-            resume=workspace.resume,
+            resume=resume,
             steps=settings.ttt_steps,
             decay=settings.step_decay,
             loss=settings.loss,
@@ -163,13 +222,15 @@ class TrainStage:
     def run(self, workspace: Workspace) -> None:
         """Starts the ranks and shows what they report."""
         request = workspace.output / _REQUEST
-        write_json(request, self._request(workspace).to_json())
+        asked = self._request(workspace.output, resume=workspace.resume)
+        write_json(request, asked.to_json())
         ranks = self._settings.ranks
         with Child(
             "pipeline.training.worker" if ranks == 1 else "pipeline.training.launch",
             argv=[str(request)] if ranks == 1 else [str(ranks), str(request)],
             environment=child_environment(self.environment),
             log=workspace.log,
+            silence_seconds=self._run.settings.run.silence_seconds,
         ) as child:
             events = child.events()
             plan = _next(events, "plan")
@@ -201,6 +262,7 @@ class TrainStage:
                 next_step="make train RESUME=1",
             )
         held_out = result["held_out"] or {}
+        _say_if_worse(workspace.output)
         return Outcome(
             counts={"steps": result["steps"], "tokens": result["tokens"]},
             facts={
@@ -229,6 +291,41 @@ def final_checkpoint(output: Path) -> Checkpoint:
     return checkpoint
 
 
+def sealed_checkpoint(output: Path) -> Checkpoint:
+    """The checkpoint that a sealed train output ends with. StageError when it cannot be read.
+
+    An older one that is whole is never taken in its place.
+    """
+    try:
+        return read_checkpoint(
+            output / CHECKPOINTS / str(Manifest.read(output).facts["checkpoint"])
+        )
+    except CheckpointError as error:
+        raise StageError(
+            error.found,
+            wanted="the checkpoint that training was sealed with",
+            next_step="look at the disk (dmesg -T), then the same command; if it stays broken: "
+            "make train",
+        ) from error
+
+
+def token_digest(tokenizer: Any) -> str:
+    """Digest of which token every id of a tokenizer stands for."""
+    return sha256_json(sorted(tokenizer.get_vocab().items()))
+
+
+def _say_if_worse(output: Path) -> None:
+    """Warns when the held-out loss is higher at the end than before the first step."""
+    losses = [point.loss for point in read_training(output / "metrics.jsonl").held_out]
+    if losses and losses[-1] > losses[0]:
+        SAY.warning(
+            "train: the held-out loss rose from %.3f to %.3f: the drafter is worse than before the "
+            "first step (lower train.learning_rate?)",
+            losses[0],
+            losses[-1],
+        )
+
+
 def _parameters(config: DrafterConfig) -> int:
     H, inner, D = config.hidden_size, config.intermediate_size, config.draft_vocabulary_size
     attention = 2 * H * (config.query_width + 2 * config.kv_width) + config.query_width * H
@@ -238,9 +335,9 @@ def _parameters(config: DrafterConfig) -> int:
 def _next(events: Any, kind: str) -> dict[str, Any]:
     event: dict[str, Any] = next(events)
     if event.get("event") != kind:
-        raise StageError(
+        raise NotProven(
             f"the trainer's first event is {event!r:.120}",
-            wanted=kind,
+            wanted=f"the event {kind}",
             next_step="this is a fault of the trainer: please report it with the log",
         )
     return event
@@ -258,6 +355,8 @@ def _say_plan(plan: Mapping[str, Any]) -> None:
         plan["parameters"] / 1e6,
         plan["world"],
     )
+    if not plan["held_out_samples"]:
+        SAY.warning("train: no held-out sample: nothing will show whether the drafter learns")
     for name, why in plan["passed_over"]:
         SAY.warning("train: checkpoint %s passed over: %s", name, why)
     if plan["resumed_at"]:

@@ -2,9 +2,9 @@
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from pipeline.store.errors import ShardDamaged
 from pipeline.store.layout import Field
 
 Split = Literal["train", "held_out"]
+_Kind = TypeVar("_Kind")
 
 
 @dataclass(frozen=True)
@@ -62,14 +63,16 @@ class ShardIndex:
         value: Any = read_json(path)
         try:
             index = cls(
-                shard=str(value["shard"]),
-                rows=int(value["rows"]),
-                sha256=str(value["sha256"]),
-                entries=tuple(Entry(**entry) for entry in value["entries"]),
-                skipped=tuple((str(name), str(why)) for name, why in value["skipped"]),
+                shard=_of(value["shard"], str),
+                rows=_of(value["rows"], int),
+                sha256=_of(value["sha256"], str),
+                entries=tuple(_entry(entry) for entry in value["entries"]),
+                skipped=tuple((_of(name, str), _of(why, str)) for name, why in value["skipped"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise _damaged(path, f"{type(error).__name__}: {error}") from error
+        if index.shard != path.with_suffix(".safetensors").name:
+            raise _damaged(path, f"it names the shard {index.shard!r}, not the one beside it")
         position = 0
         for entry in index.entries:
             if entry.shard != index.shard or entry.offset != position or entry.length < 1:
@@ -77,16 +80,30 @@ class ShardIndex:
             position += entry.length
         if position != index.rows:
             raise _damaged(path, f"entries cover {position} rows of {index.rows}")
-        if Path(index.shard).name != index.shard:
-            raise _damaged(path, f"shard name {index.shard!r} leaves the folder")
         return index
+
+
+def _entry(value: Any) -> Entry:
+    """TypeError or ValueError for what is no entry, type by type."""
+    entry = Entry(**value)
+    for field in fields(Entry):
+        _of(getattr(entry, field.name), int if field.type is int else str)
+    if entry.split not in get_args(Split) or not 0 <= entry.supervised <= entry.length:
+        raise ValueError(f"split {entry.split!r}, {entry.supervised} of {entry.length} supervised")
+    return entry
+
+
+def _of(value: Any, kind: type[_Kind]) -> _Kind:
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise TypeError(f"{value!r:.80} is not of type {kind.__name__}")
+    return value
 
 
 def _damaged(path: Path, what: str) -> ShardDamaged:
     return ShardDamaged(
         f"{path}: {what}",
         wanted="an index as this version writes it, samples end to end",
-        next_step="run the stage that wrote it again",
+        next_step=f"make verify says what else is damaged; make {path.parent.name} makes it anew",
     )
 
 
@@ -95,9 +112,14 @@ def sample_digest(fields: tuple[Field, ...], rows: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for field in fields:
         tensor = rows[field.name]
-        digest.update(f"{field.name} {field.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(digest_head(field.name, tensor.dtype, tuple(tensor.shape)))
         digest.update(tensor_bytes(tensor))
     return digest.hexdigest()
+
+
+def digest_head(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
+    """What a sample's digest takes in before the bytes of a field."""
+    return f"{name} {dtype} {list(shape)}\n".encode()
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:

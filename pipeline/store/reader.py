@@ -22,6 +22,7 @@ from pipeline.store.rows import RowFiles, open_shard
 TAP_CONVENTION = "tap k is the residual stream entering decoder layer k, counted from 0"
 FINAL_CONVENTION = "after the final norm"
 _FORMAT = 1
+_MOST_TAPS = 64
 _OPEN_MAPS = 64  # one descriptor each
 
 
@@ -71,6 +72,8 @@ class DatasetFacts:
                     next_step="extract again with this version: make extract",
                 )
         try:
+            if not 1 <= len(value["taps"]) <= _MOST_TAPS:
+                raise ValueError(f"{len(value['taps'])} taps")
             return cls(
                 int(value["hidden_size"]),
                 tuple(int(tap) for tap in value["taps"]),
@@ -97,7 +100,7 @@ class MappedShard:
             raise ShardDamaged(
                 f"{path}: {error.strerror}",
                 wanted="a shard that can be mapped",
-                next_step="run the stage that wrote it again",
+                next_step=f"make {path.parent.name} (a damaged disk? see dmesg)",
             ) from error
         finally:
             os.close(file)
@@ -132,7 +135,7 @@ class _Folder:
             raise StoreError(
                 f"{folder}: no {prefix}-*.json",
                 wanted="at least one whole shard",
-                next_step="run the stage that writes it",
+                next_step=f"make {folder.name}",
             )
         self.entries = tuple(entry for index in self.indexes for entry in index.entries)
         seen: set[str] = set()
@@ -141,7 +144,7 @@ class _Folder:
                 raise ShardDamaged(
                     f"{folder}: sample {entry.id} lies in two places",
                     wanted="every sample in exactly one shard",
-                    next_step="run the stage that wrote it again",
+                    next_step=f"make {folder.name}",
                 )
             seen.add(entry.id)
         self.layouts = {index.shard: ShardLayout(fields, index.rows) for index in self.indexes}

@@ -43,14 +43,14 @@ def open_shard(path: Path, *, layout: ShardLayout) -> int:
         raise ShardDamaged(
             f"{path}: {error.strerror}",
             wanted="a readable shard",
-            next_step="run the stage that wrote it again",
+            next_step=f"make verify says what else is lost; make {path.parent.name} makes it anew",
         ) from error
     if size != layout.file_bytes or found != header:
         os.close(file)
         raise ShardDamaged(
             f"{path}: {size} bytes, header {'as' if found == header else 'not as'} its index says",
             wanted=f"{layout.file_bytes} bytes, {layout.rows} rows",
-            next_step="run the stage that wrote it again",
+            next_step=f"make verify says what else is lost; make {path.parent.name} makes it anew",
         )
     return file
 

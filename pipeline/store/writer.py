@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipeline.slate.files import fsync_directory, sha256_file
+from pipeline.slate.files import fsync_directory, named, sha256_file
 from pipeline.store.errors import StoreError
 from pipeline.store.index import Entry, Sample, ShardIndex, Split, sample_digest, tensor_bytes
 from pipeline.store.layout import SAMPLE_FIELDS, Field, ShardLayout
@@ -53,8 +53,9 @@ class ShardBuilder:
         self._partial = folder / f".{name}.partial"
         self._file = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
-            os.posix_fallocate(self._file, 0, self._layout.file_bytes)
-            _write_all(self._file, memoryview(self._layout.header()), 0)
+            with named(self._partial):
+                os.posix_fallocate(self._file, 0, self._layout.file_bytes)
+                write_all(self._file, memoryview(self._layout.header()), 0)
         except BaseException:
             self.abandon()
             raise
@@ -84,7 +85,8 @@ class ShardBuilder:
                 raise _refused(sample_id, found, wanted)
         for field in self._fields:
             start = self._starts[field.name] + self._offsets[sample_id] * field.row_bytes
-            _write_all(self._file, tensor_bytes(rows[field.name]), start)
+            with named(self._partial):
+                write_all(self._file, tensor_bytes(rows[field.name]), start)
         self._digests[sample_id] = (
             sample_digest(self._fields, rows),
             int(rows["supervised"].sum()),
@@ -109,9 +111,11 @@ class ShardBuilder:
             )
         kept = [sample for sample in self._plan.values() if sample.id in self._digests]
         if self._skipped:
-            self._compact(kept)
+            with named(self._partial):
+                self._compact(kept)
         path = self._folder / f"{self._name}.safetensors"
-        os.fsync(self._file)
+        with named(self._partial):
+            os.fsync(self._file)
         self._close()
         digest = ""
         if kept:
@@ -151,7 +155,7 @@ class ShardBuilder:
         file = os.open(target, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
             os.posix_fallocate(file, 0, layout.file_bytes)
-            _write_all(file, memoryview(layout.header()), 0)
+            write_all(file, memoryview(layout.header()), 0)
             for field in self._fields:
                 at = starts[field.name]
                 for sample in kept:
@@ -159,7 +163,7 @@ class ShardBuilder:
                     left = sample.length * field.row_bytes
                     while left:
                         piece = os.pread(self._file, min(left, _COPY_BYTES), source)
-                        _write_all(file, memoryview(piece), at)
+                        write_all(file, memoryview(piece), at)
                         at, source, left = at + len(piece), source + len(piece), left - len(piece)
         except BaseException:
             os.close(file)
@@ -209,7 +213,8 @@ class SampleWriter:
         self._shards += 1
 
 
-def _write_all(file: int, data: memoryview, at: int) -> None:
+def write_all(file: int, data: memoryview, at: int) -> None:
+    """Writes all of `data` at byte `at` of a file. OSError as the system gives it."""
     while data:
         written = os.pwrite(file, data, at)
         data, at = data[written:], at + written

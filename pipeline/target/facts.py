@@ -1,5 +1,6 @@
 """Facts of a target that other rooms need, and the digests that say which target it is."""
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from transformers import CONFIG_MAPPING
 
 from pipeline.slate.files import read_json, sha256_file, sha256_json
 from pipeline.target.errors import FolderError
-from pipeline.target.layout import INDEX_NAME, read_config, read_layout
+from pipeline.target.layout import INDEX_NAME, TensorPlace, read_config, read_layout
 
 # What makes a tokenizer, in all the layouts that transformers reads; *.py is its own code.
 _TOKENIZER_PATTERNS = (
@@ -26,7 +27,21 @@ _TOKENIZER_PATTERNS = (
     "additional_chat_templates/*",
 )
 _CODE_PATTERN = "**/*.py"
+# Far above every published model: a configuration that says more is no model's, and a class made
+# from it would be built for hours.
+_MOST = {
+    "hidden_size": 1 << 20,
+    "layers": 1 << 12,
+    "vocabulary_size": 1 << 24,
+    "heads": 1 << 16,
+    "kv_heads": 1 << 16,
+    "head_dim": 1 << 16,
+    "intermediate_size": 1 << 22,
+    "max_position_embeddings": 1 << 32,
+}
 _CONFIG_NAMES = ("config.json", "generation_config.json")
+_SAMPLED_TENSORS = 4096
+_SAMPLED_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -66,7 +81,7 @@ def read_facts(folder: Path) -> TargetFacts:
         hidden, heads = int(text["hidden_size"]), int(text["num_attention_heads"])
         theta, scaling = _rotary(text)
         architectures = config.get("architectures") or [""]
-        return TargetFacts(
+        facts = TargetFacts(
             hidden_size=hidden,
             layers=int(text["num_hidden_layers"]),
             vocabulary_size=int(text["vocab_size"]),
@@ -84,7 +99,16 @@ def read_facts(folder: Path) -> TargetFacts:
             tied=is_tied(config),
             eos_token_ids=_end_ids(folder, config, text),
         )
-    except (KeyError, TypeError, ValueError) as error:
+        if heads % facts.kv_heads:
+            raise ValueError(f"{heads} heads and {facts.kv_heads} key/value heads")
+        # Latent attention has heads of other widths; there it is only a default for the drafter.
+        if hidden % heads and not text.get("head_dim") and "kv_lora_rank" not in text:
+            raise ValueError(f"{heads} heads for a width of {hidden}, and no head_dim")
+        for name, most in _MOST.items():
+            if not 1 <= getattr(facts, name) <= most:
+                raise ValueError(f"{name} is {getattr(facts, name)}")
+        return facts
+    except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise FolderError(
             f"{folder / 'config.json'}: {type(error).__name__}: {error}",
             wanted="the sizes of a decoder: hidden_size, num_hidden_layers, vocab_size, ...",
@@ -107,10 +131,21 @@ def is_tied(config: Mapping[str, Any]) -> bool:
     for part in (config, text_config(config)):
         if part.get("tie_word_embeddings") is not None:
             return bool(part["tie_word_embeddings"])
+    silent = {key: value for key, value in config.items() if key != "tie_word_embeddings"}
+    return bool(said_or_default(silent, "tie_word_embeddings"))
+
+
+def said_or_default(config: Mapping[str, Any], key: str) -> Any:
+    """What a configuration says of a key, else transformers' default for its model type, else None.
+
+    A default counts as much as a word: a Gemma folder need not say what its class does.
+    """
+    if key in config:
+        return config[key]
     model_type = config.get("model_type")
-    if model_type not in CONFIG_MAPPING:
-        return False
-    return bool(getattr(CONFIG_MAPPING[model_type](), "tie_word_embeddings", False))
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        return None
+    return getattr(CONFIG_MAPPING[model_type](), key, None)
 
 
 def _rotary(text: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
@@ -122,6 +157,8 @@ def _rotary(text: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
     theta = theta or scaling.pop("rope_theta", None) or 10000.0  # transformers' own default
     scaling = scaling or parameters
     kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if any(isinstance(value, Mapping) for value in parameters.values()):
+        kind, scaling = "", {"rope_type": "one for each kind of layer", **parameters}
     return float(theta), None if kind == "default" else scaling
 
 
@@ -142,7 +179,14 @@ def _end_ids(folder: Path, config: Mapping[str, Any], text: Mapping[str, Any]) -
     path = folder / "generation_config.json"
     parts: list[Mapping[str, Any]] = [text, config]
     if path.exists():
-        parts.insert(0, read_json(path))
+        generation = read_json(path)
+        if not isinstance(generation, dict):
+            raise FolderError(
+                f"{path}: a {type(generation).__name__}",
+                wanted="a JSON object",
+                next_step="fetch the model's folder again, whole",
+            )
+        parts.insert(0, generation)
     for part in parts:
         value = part.get("eos_token_id")
         if value is not None:
@@ -152,11 +196,12 @@ def _end_ids(folder: Path, config: Mapping[str, Any], text: Mapping[str, Any]) -
 
 
 def fingerprint(folder: Path) -> str:
-    """Hex sha256 that names a target: configuration, tokenizer, and every weight file's header.
+    """Hex sha256 that names a target: configuration, tokenizer, weight files' headers and samples.
 
-    A weight file counts by name, size and its header's digest (names, types, shapes, places):
-    reading hundreds of gigabytes for every stage would cost more than it proves. FolderError as
-    read_layout and read_config.
+    A weight file counts by name, size and its header's digest (names, types, shapes, places); its
+    values by some bytes of each tensor, of some thousand where there are more. That tells a target
+    from its fine-tuned brother; reading hundreds of gigabytes for every stage would cost more than
+    it proves. FolderError as read_layout and read_config.
     """
     read_config(folder)
     layout = read_layout(folder)
@@ -166,8 +211,33 @@ def fingerprint(folder: Path) -> str:
             "configuration": _digests(folder, [folder / name for name in names]),
             "tokenizer": tokenizer_digest(folder),
             "weights": [[f.path.name, f.size_bytes, f.header_sha256] for f in layout.files],
+            "samples": _samples_digest(layout.tensors),
         }
     )
+
+
+def _samples_digest(tensors: Mapping[str, TensorPlace]) -> str:
+    """Hex sha256 over bytes from the middle of tensors, in the order of their names.
+
+    Of experts, which are most tensors of a large target and look alike, only some are read.
+    """
+    names = sorted(tensors, key=lambda name: (".experts." in name, name))
+    plain = sum(".experts." not in name for name in names)
+    step = max(1, len(names[plain:]) // _SAMPLED_TENSORS)
+    by_file: dict[Path, list[str]] = {}
+    for name in [*names[:plain], *names[plain::step]]:
+        by_file.setdefault(tensors[name].file, []).append(name)
+    pieces: dict[str, bytes] = {}
+    for path, inside in by_file.items():
+        with path.open("rb") as file:
+            for name in inside:
+                place = tensors[name]
+                file.seek(max(place.start, (place.start + place.end - _SAMPLED_BYTES) // 2))
+                pieces[name] = file.read(min(_SAMPLED_BYTES, place.end - place.start))
+    digest = hashlib.sha256()
+    for name in sorted(pieces):
+        digest.update(name.encode() + b"\0" + pieces[name])
+    return digest.hexdigest()
 
 
 def tokenizer_digest(folder: Path) -> str:

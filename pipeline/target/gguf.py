@@ -98,14 +98,24 @@ def convert_gguf(gguf_file: Path, folder: Path) -> ConversionReport:
 def open_gguf(gguf_file: Path) -> Any:
     """A reader on the memory-mapped file. GgufError when it is absent, cut or no GGUF."""
     try:
-        return gguf.GGUFReader(gguf_file)
+        return _BoundedReader(gguf_file)
     # The reader has no error type of its own: a cut file shows as an index or value error.
-    except (OSError, ValueError, IndexError, KeyError) as error:
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
         raise GgufError(
             f"{gguf_file}: {type(error).__name__}: {error}",
             wanted="a whole GGUF file",
-            next_step="fetch it again",
+            next_step="fetch the file again",
         ) from error
+
+
+class _BoundedReader(gguf.GGUFReader):
+    """The reader, which alone would go on behind the file's end for as long as a count says."""
+
+    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+        end = int(offset) + np.dtype(dtype).itemsize * int(count)
+        if count < 0 or end > len(self.data):
+            raise ValueError(f"it ends at byte {len(self.data)}, its header speaks of {end}")
+        return super()._get(offset, dtype, count, override_order)
 
 
 def read_fields(reader: Any) -> dict[str, Any]:
@@ -162,9 +172,11 @@ def _config(gguf_file: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
             "attention_dropout": 0.0,
             "torch_dtype": "bfloat16",
         }
-    except (KeyError, TypeError, ValueError) as error:
+        if min(hidden, heads, head_dim) < 1 or head_dim % 2:
+            raise ValueError(f"of {hidden} channels, {heads} heads of {head_dim}")
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise GgufError(
-            f"{gguf_file}: metadata {error} is absent or of another type",
+            f"{gguf_file}: metadata is absent or of another type: {type(error).__name__}: {error}",
             wanted="the keys of a llama model",
             next_step="fetch the file again or use another target",
         ) from error
@@ -205,7 +217,7 @@ def _expected_names(gguf_file: Path, tensors: Mapping[str, Any], *, layers: int)
     is there that has no place: an unread tensor (a bias, a rotary table) changes the model.
     """
     names = dict(_MODEL_NAMES)
-    for layer in range(layers):
+    for layer in range(min(layers, len(tensors))):  # a count of 10^18 costs nothing
         for source, name in _BLOCK_NAMES.items():
             names[source.format(layer=layer)] = name.format(layer=layer)
     if _HEAD_NAME[0] in tensors:

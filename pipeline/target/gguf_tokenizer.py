@@ -50,11 +50,11 @@ def write_tokenizer(
     max_length: the target's position limit, in tokens. GgufError when the tokenizer is of another
     kind, its pre-tokenizer is unknown, or it has neither a template nor ChatML markers.
     """
-    tokens: list[str] = list(_field(gguf_file, fields, "tokens"))
-    kinds: list[int] = list(_field(gguf_file, fields, "token_type"))
-    merges = [tuple(merge.split(" ")) for merge in _field(gguf_file, fields, "merges")]
+    tokens: list[str] = _field(gguf_file, fields, "tokens", kind=str)
+    kinds: list[int] = _field(gguf_file, fields, "token_type", kind=int)
+    merges = [tuple(merge.split(" ")) for merge in _field(gguf_file, fields, "merges", kind=str)]
     model, pre = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
-    if model != "gpt2" or pre not in _DIGITS_SPLIT:
+    if model != "gpt2" or not isinstance(pre, str) or pre not in _DIGITS_SPLIT:
         raise GgufError(
             f"{gguf_file}: tokenizer {model!r} with pre-tokenizer {pre!r}",
             wanted=f"'gpt2' with one of {sorted(_DIGITS_SPLIT)}",
@@ -67,7 +67,14 @@ def write_tokenizer(
             next_step="fetch the file again",
         )
     digits_split = _DIGITS_SPLIT[str(pre)]
-    tokenizer = _byte_level_bpe(tokens, kinds, merges, digits_split=digits_split)
+    try:
+        tokenizer = _byte_level_bpe(tokens, kinds, merges, digits_split=digits_split)
+    except Exception as error:  # bare ones are all that tokenizers raises
+        raise GgufError(
+            f"{gguf_file}: {type(error).__name__}: {error}",
+            wanted="tokens and merges of one byte-level BPE",
+            next_step="fetch the file again",
+        ) from error
     special_ids = _special_ids(gguf_file, fields, vocabulary_size=len(tokens))
     template, origin = _template(gguf_file, fields, tokens)
 
@@ -90,10 +97,10 @@ def write_tokenizer(
     )
 
 
-def _field(gguf_file: Path, fields: Mapping[str, Any], name: str) -> Any:
-    """One list of the tokenizer's metadata. GgufError when it is absent."""
+def _field(gguf_file: Path, fields: Mapping[str, Any], name: str, *, kind: type) -> Any:
+    """One list of the tokenizer's metadata. GgufError when it is absent or of another kind."""
     value = fields.get(f"tokenizer.ggml.{name}")
-    if not isinstance(value, list):
+    if not isinstance(value, list) or not all(isinstance(one, kind) for one in value):
         raise GgufError(
             f"{gguf_file}: no list tokenizer.ggml.{name}",
             wanted="tokens, token_type and merges of a byte-level BPE",
@@ -137,8 +144,8 @@ def _special_ids(
     ids: dict[str, int] = {}
     for key, name in names.items():
         value = fields.get(f"tokenizer.ggml.{name}_token_id")
-        if value is not None:
-            ids[f"{key}_token_id"] = int(value)
+        if isinstance(value, int):
+            ids[f"{key}_token_id"] = value
     outside = {key: value for key, value in ids.items() if not 0 <= value < vocabulary_size}
     if outside or "eos_token_id" not in ids:
         raise GgufError(

@@ -4,11 +4,11 @@ The layout is never guessed: one file, or an index that agrees with its shards.
 """
 
 import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.settings.strict_json import parse_json, read_plain
 from pipeline.target.errors import FolderError
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -21,11 +21,13 @@ _NEXT_STEP = "fetch the model's folder again, whole"
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Where a tensor lies and what its header says of it."""
+    """Where a tensor lies and what its header says of it, bytes [start, end) of the file."""
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
+    start: int
+    end: int
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The folder's config.json as a mapping. FolderError when absent or broken."""
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_bytes())
+        # Some published configurations do hold Infinity.
+        config = parse_json(read_plain(path), infinite=True)
     except (OSError, ValueError) as error:
         raise FolderError(
             f"{path}: {type(error).__name__}: {error}",
@@ -77,11 +80,11 @@ def read_layout(folder: Path) -> WeightLayout:
         raise FolderError(
             f"{folder}: both {INDEX_NAME} and {SINGLE_NAME}",
             wanted="one of them: readers disagree about which counts",
-            next_step="delete the one that is left over from another download",
+            next_step="delete the file that is left over from another download",
         )
     if index_path.exists():
         return _indexed_layout(folder, index_path)
-    if len(present) != 1:
+    if present != [single]:
         names = [path.name for path in present] or sorted(p.name for p in folder.glob("*.bin"))
         raise FolderError(
             f"{folder}: no {INDEX_NAME}, weight files {names}",
@@ -95,15 +98,17 @@ def read_layout(folder: Path) -> WeightLayout:
 def _indexed_layout(folder: Path, index_path: Path) -> WeightLayout:
     """The layout that an index describes, proven against its shards' headers."""
     try:
-        index = json.loads(index_path.read_bytes())
+        index = parse_json(read_plain(index_path))
         weight_map: dict[str, str] = dict(index["weight_map"])
+        if wrong := [name for name in weight_map.values() if not isinstance(name, str)]:
+            raise TypeError(f"a file named {wrong[0]!r}")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FolderError(
             f"{index_path}: {type(error).__name__}: {error}",
             wanted="a safetensors index with a weight_map",
             next_step=_NEXT_STEP,
         ) from error
-    names = sorted({str(name) for name in weight_map.values()})
+    names = sorted(set(weight_map.values()))
     unsafe = [name for name in names if Path(name).name != name]
     missing = [name for name in names if not (folder / name).is_file()]
     if unsafe or missing or not names:
@@ -136,16 +141,26 @@ def _read_header(path: Path) -> tuple[WeightFile, dict[str, TensorPlace]]:
             if not 0 < length <= min(size_bytes, _HEADER_LIMIT_BYTES):
                 raise ValueError(f"header of {length} bytes in a file of {size_bytes}")
             raw = file.read(length)
-        header = json.loads(raw)
+        header = parse_json(raw)
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        end = max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
+        end = 0
+        for name, entry in entries.items():
+            first, last = map(int, entry["data_offsets"])
+            if not 0 <= first <= last:
+                raise ValueError(f"{name} lies from {first} to {last}")
+            end = max(end, last)
         if _LENGTH_BYTES + length + end != size_bytes:
             raise ValueError(f"{size_bytes} bytes where its header describes {length + 8 + end}")
         tensors = {
-            name: TensorPlace(path, str(entry["dtype"]), tuple(map(int, entry["shape"])))
+            name: TensorPlace(
+                path,
+                str(entry["dtype"]),
+                tuple(map(int, entry["shape"])),
+                *(_LENGTH_BYTES + length + int(place) for place in entry["data_offsets"]),
+            )
             for name, entry in entries.items()
         }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise FolderError(
             f"{path}: {type(error).__name__}: {error}",
             wanted="a whole safetensors file",

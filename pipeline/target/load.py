@@ -9,6 +9,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from pipeline.target.errors import FolderError
+from pipeline.target.facts import read_facts
 from pipeline.target.layout import read_layout
 from pipeline.target.tokenizer import brings_code, require_code_allowed
 
@@ -31,6 +32,7 @@ def load_target(folder: Path, *, dtype: torch.dtype, device: str, remote_code: b
     warns of those.
     """
     layout = read_layout(folder)
+    read_facts(folder)  # sizes that no model has would be built for hours
     own_code = brings_code(folder, key="AutoModelForCausalLM") or brings_code(
         folder, key="AutoConfig"
     )

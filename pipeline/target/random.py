@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 
@@ -122,7 +122,7 @@ def make_random_target(
     write_json(folder / "config.json", config | special)
     write_json(folder / "generation_config.json", special)
     weights = _weights(tensor_shapes(config), layers=layers, seed=seed)
-    save_file(weights, folder / WEIGHTS_NAME, metadata={"format": "pt"})
+    write_atomic(folder / WEIGHTS_NAME, save(weights, metadata={"format": "pt"}))
 
 
 def _weights(shapes: dict[str, tuple[int, ...]], *, layers: int, seed: int) -> dict[str, Tensor]:

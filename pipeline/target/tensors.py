@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pipeline.target.errors import TensorError
-from pipeline.target.facts import is_tied, text_config
+from pipeline.target.facts import is_tied, said_or_default, text_config
 from pipeline.target.layout import TensorPlace, WeightLayout, read_config, read_layout
 
 # Plain decoders; decoders inside a multimodal target, in both orders of nesting (LLaVA and
@@ -34,7 +34,36 @@ _HEAD_NAMES = (
     "model.lm_head.weight",
 )
 _PLAIN_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
+# What some classes do to the logits behind the head, and the value with which nothing is done.
+_BEHIND_HEAD = {
+    "final_logit_softcapping": None,  # Gemma 2
+    "logits_soft_cap": None,  # RecurrentGemma
+    "logits_scaling": 1.0,  # Granite
+    "logit_scale": 1.0,  # Cohere
+    "lm_head_multiplier": 1.0,  # Falcon-H1
+    "output_multiplier_scale": 1.0,  # Grok
+    "dim_model_base": None,  # MiniCPM
+}
 _NEXT_STEP = "use a folder with plain weights (bf16, fp16 or fp32), or fetch this one again, whole"
+
+
+def check_ends(folder: Path) -> None:
+    """Whether a drafter can be trained on this target: embedding and head can be read.
+
+    And the logits are the head's product alone, which is how the teacher is rebuilt from final
+    states. TensorError and FolderError as read_embedding.
+    """
+    read_embedding(folder)
+    read_head(folder)
+    text = text_config(read_config(folder))
+    for key, nothing in _BEHIND_HEAD.items():
+        value = said_or_default(text, key)
+        if value not in (None, nothing):
+            raise TensorError(
+                f"{folder / 'config.json'}: {key} is {value!r}",
+                wanted="logits that are the head's product with the final state, and no more",
+                next_step="use another target: what this one does behind its head is not rebuilt",
+            )
 
 
 def read_embedding(folder: Path) -> Tensor:
@@ -77,7 +106,8 @@ def read_head(folder: Path) -> Tensor:
 def _find(folder: Path, layout: WeightLayout, names: Sequence[str], *, what: str) -> str | None:
     """The one name of `names` that is stored, or None.
 
-    TensorError when there are two, or when the tensor is there in a packed form only.
+    TensorError when there are two, when the tensor is there in a packed form only, or when scales
+    or a bias belong to it.
     """
     found = [name for name in names if name in layout.tensors]
     if len(found) > 1:
@@ -87,14 +117,18 @@ def _find(folder: Path, layout: WeightLayout, names: Sequence[str], *, what: str
             next_step=_NEXT_STEP,
         )
     if found:
+        stem = found[0].removesuffix("weight")
+        beside = sorted(name for name in layout.tensors if name.startswith(stem))
+        beside.remove(found[0])
+        if beside:
+            raise TensorError(
+                f"{folder}: {what}: beside {found[0]} lies {', '.join(beside)}",
+                wanted="a weight that counts as it stands, without scales and without a bias",
+                next_step=_NEXT_STEP,
+            )
         return found[0]
     stems = tuple(name.removesuffix("weight") for name in names)
-    packed = sorted(
-        name
-        for name in layout.tensors
-        for stem in stems
-        if name.startswith(stem) and name != stem + "bias"
-    )
+    packed = sorted(name for name in layout.tensors for stem in stems if name.startswith(stem))
     if packed:
         raise TensorError(
             f"{folder}: {what} is stored in a packed form: {', '.join(packed)}",
@@ -136,7 +170,7 @@ def _read(place: TensorPlace, name: str, *, config: Mapping[str, Any]) -> Tensor
         raise TensorError(
             f"{place.file}: {name} has shape {list(place.shape)}",
             wanted=f"[vocab_size, hidden_size] = {list(wanted)} of {where}",
-            next_step="check that weights and configuration belong together",
+            next_step="check that the weights in the folder belong to its config.json",
         )
     try:
         with safe_open(place.file, framework="pt") as file:

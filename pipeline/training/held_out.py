@@ -16,12 +16,12 @@ from pipeline.training.step import Computation
 
 
 def evaluate(
-    computation: Computation, packing: Packing, *, reader: PackReader, ranks: Ranks
+    computation: Computation, packing: Packing, *, step: int, reader: PackReader, ranks: Ranks
 ) -> Mapping[str, Any]:
     """Weighted mean loss and the rates of `summary` over a packing, dealt to ranks in turn.
 
     Gives JSON values: loss (None when nothing is supervised), samples, and those of `summary`.
-    NonFinite names the pack. The weights do not change.
+    step: optimizer steps done. NonFinite names it and the pack. The weights do not change.
     """
     packs = [packing.samples(pack) for pack in range(ranks.rank, packing.packs, ranks.world)]
 
@@ -39,7 +39,8 @@ def evaluate(
         for samples, value in zip(packs, found[1:].tolist(), strict=True):
             if not math.isfinite(value):
                 raise NonFinite(
-                    f"loss {value} on held-out samples {reader.names(samples, most=20)}",
+                    f"step {step}: loss {value} on held-out samples "
+                    f"{reader.names(samples, most=20)}",
                     wanted="a finite loss",
                     next_step="check these samples' states: make verify",
                 )

@@ -104,7 +104,7 @@ def _train(run: Run, ranks: Ranks, *, emit: Emit, log: MetricsLog | None) -> Non
         if run.held_out is None:
             return None
         start = time.perf_counter()
-        rates = evaluate(run.computation, run.held_out, reader=run.reader, ranks=ranks)
+        rates = evaluate(run.computation, run.held_out, step=step, reader=run.reader, ranks=ranks)
         seconds = time.perf_counter() - start
         note({"event": "evaluation", "step": step, "epoch": epoch, **rates, "seconds": seconds})
         return rates

@@ -19,7 +19,7 @@ from pipeline.slate.files import sha256_file
 from pipeline.store.reader import StateDataset
 from pipeline.target.facts import fingerprint
 from pipeline.target.tensors import read_embedding, read_head
-from pipeline.training.errors import RequestError
+from pipeline.training.errors import NothingToTrain, RequestError
 from pipeline.training.request import TrainRequest
 
 
@@ -50,7 +50,7 @@ def load_material(request: TrainRequest) -> Material:
     """Opens and checks all parts. RequestError, or the part's own fault, when they do not fit."""
     dataset = StateDataset.open(request.dataset)
     config = DrafterConfig.from_json(request.drafter)
-    warm, vocabulary = _start_and_map(request, config)
+    warm, vocabulary = start_and_map(request, config)
     _fit(
         ("dataset's hidden size", dataset.hidden_size),
         ("drafter's target_hidden_size", config.target_hidden_size),
@@ -85,10 +85,13 @@ def load_material(request: TrainRequest) -> Material:
     return Material(dataset, vocabulary, config, embedding, rows, warm, data)
 
 
-def _start_and_map(
+def start_and_map(
     request: TrainRequest, config: DrafterConfig
 ) -> tuple[Drafter | None, DraftVocabulary]:
-    """The drafter to go on from, and the map: a warm start keeps its own (B26)."""
+    """The drafter to go on from, and the map: a warm start keeps its own (B26).
+
+    RequestError when the warm start is of another shape, other taps or another map.
+    """
     given = request.draft_vocabulary
     if request.warm_start is None:
         assert given is not None  # the request refuses to be without both
@@ -98,7 +101,7 @@ def _start_and_map(
         raise RequestError(
             f"{given}: maps other tokens than the drafter in {request.warm_start}",
             wanted="the map that the drafter's head was trained with",
-            next_step="leave the draft vocabulary out, so that the drafter's own is kept",
+            next_step="leave the draft vocabulary's file out, so that the drafter's own is kept",
         )
     old, new = shape.to_json(), config.to_json()
     # The export may promise a longer context than was trained; that changes no weight.
@@ -108,9 +111,28 @@ def _start_and_map(
         raise RequestError(
             f"{request.warm_start}: {found}",
             wanted="the drafter that the settings describe",
-            next_step="set the drafter's sizes to those of the warm start",
+            next_step="set draft and extract.taps to those of the warm start, or train afresh",
         )
     return warm, kept
+
+
+def require_labels(dataset: StateDataset) -> None:
+    """NothingToTrain unless some training sample has a supervised token that a row is asked for.
+
+    Row 0 is asked for token 2: the first two tokens of a sample are nobody's label. Masks are read
+    only up to the first sample that has one.
+    """
+    if not any(
+        bool(dataset.read(entry).supervised[2:].any())
+        for entry in dataset.entries
+        if entry.split == "train" and entry.supervised
+    ):
+        raise NothingToTrain(
+            f"none of {len(dataset.entries)} samples is in the training split and has a supervised "
+            "token beyond its first two",
+            wanted="at least one",
+            next_step="look at the counts of `make prepare`: template, lengths, held-out share",
+        )
 
 
 def dataset_digest(dataset: StateDataset) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.draft.ttt import StepMetrics
-from pipeline.slate.files import write_atomic
+from pipeline.slate.files import named, write_atomic
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -81,8 +81,9 @@ class MetricsLog:
 
     def write(self, event: Mapping[str, Any]) -> None:
         """Adds one line (event `step` or `evaluation`, with its `step`)."""
-        self._file.write(json.dumps(event, allow_nan=False).encode() + b"\n")
-        self._file.flush()
+        with named(self._path):
+            self._file.write(json.dumps(event, allow_nan=False).encode() + b"\n")
+            self._file.flush()
         prefix = "train" if event["event"] == "step" else "held_out"
         for name, value in event.items():
             if isinstance(value, float):
@@ -95,8 +96,9 @@ class MetricsLog:
 
     def sync(self) -> None:
         """Makes the lines durable; before a checkpoint, so that none of its steps lacks a line."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with named(self._path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
         if self._tensorboard is not None:
             self._tensorboard.flush()
 

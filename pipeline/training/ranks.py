@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.faults import Fault
+from pipeline.faults import Fault, described
+from pipeline.slate.files import disk_fault
 from pipeline.training.errors import RankError, RequestError, TrainingError
 
 T = TypeVar("T")
@@ -72,8 +74,8 @@ class Ranks:
             dist.broadcast(message, first, group=self._control)
         if problem is not None:
             raise problem
-        found, wanted, next_step = _decode(message)
-        raise RankError(f"rank {first}: {found}", wanted=wanted, next_step=next_step)
+        found, wanted, next_step, code = _decode(message)
+        raise RankError(f"rank {first}: {found}", wanted=wanted, next_step=next_step, code=code)
 
     def together(self, work: Callable[[], T], *, doing: str) -> T:
         """Runs this rank's part of something; all ranks go on from it, or none does.
@@ -90,8 +92,10 @@ class Ranks:
         except Fault as error:
             problem = error
         except Exception as error:
-            problem = TrainingError(
-                f"{doing}: {type(error).__name__}: {error}",
+            again = "make train RESUME=1"
+            disk = isinstance(error, OSError) and disk_fault(error, place=Path(), next_step=again)
+            problem = disk or TrainingError(
+                f"{doing}: {described(error)}",
                 wanted="work without an error",
                 next_step="read the traceback in the log (out of memory? lower tokens_per_pack)",
             )
@@ -158,7 +162,9 @@ def lost_peers(ranks: Ranks) -> Iterator[None]:
 
 
 def _encode(problem: Fault | None) -> Tensor:
-    parts = [] if problem is None else [problem.found, problem.wanted, problem.next_step]
+    parts: list[str] = []
+    if problem is not None:
+        parts = [problem.found, problem.wanted, problem.next_step, problem.code]
     text = json.dumps([part[:2000] for part in parts]).encode()[:_MESSAGE_BYTES]
     return torch.frombuffer(bytearray(text.ljust(_MESSAGE_BYTES)), dtype=torch.uint8).clone()
 
@@ -168,5 +174,5 @@ def _decode(message: Tensor) -> list[str]:
     try:
         parts: list[str] = json.loads(text)
     except ValueError:  # cut: escapes made it longer than the buffer
-        return [text.strip(), "no error", "read this rank's log"]
+        return [text.strip(), "no error", "read this rank's log", ""]
     return parts

@@ -12,7 +12,8 @@ class Schedule:
     """Warm-up from 0 to `peak` over `warmup_steps`, then decay to peak * final_share.
 
     Steps count from 1. The peak is reached at step warmup_steps, the end exactly at step
-    total_steps. RequestError when the warm-up leaves no step for the end.
+    total_steps. RequestError when the warm-up leaves no step for the end, or no step has a rate
+    above 0.
     """
 
     peak: float
@@ -27,6 +28,13 @@ class Schedule:
                 f"train: {self.warmup_steps} warm-up steps of {self.total_steps} in all",
                 wanted="at least one step after the warm-up",
                 next_step="lower warmup_share, or train on more samples or epochs",
+            )
+        if self.total_steps == 1 and self.final_share == 0:
+            raise RequestError(
+                "train: one step in all, which is the last, and a final learning rate of 0",
+                wanted="at least one step with a learning rate above 0",
+                next_step="raise final_learning_rate_share, lower tokens_per_step, or train on "
+                "more samples or epochs",
             )
 
     def rate(self, step: int) -> float:

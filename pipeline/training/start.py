@@ -8,10 +8,11 @@ import numpy as np
 import torch
 
 from pipeline.draft.ttt import Frozen
+from pipeline.store.reader import StateDataset
 from pipeline.training.batches import PackReader
 from pipeline.training.checkpoint import Checkpoint, newest_complete
 from pipeline.training.errors import CheckpointError
-from pipeline.training.material import Material, load_material
+from pipeline.training.material import Material, load_material, require_labels
 from pipeline.training.optimizer import MasterAdamW
 from pipeline.training.packs import Packing, Plan, pack_in_order
 from pipeline.training.ranks import Ranks
@@ -45,15 +46,7 @@ class Run:
 def start_run(request: TrainRequest, ranks: Ranks) -> tuple[Run, list[tuple[str, str]]]:
     """This rank's part of a run, and checkpoints that were passed over; talks to no other rank."""
     material = load_material(request)
-    plan, held_out = _plan(material, request)
-    total = sum(plan.steps_per_epoch())
-    schedule = Schedule(
-        peak=request.learning_rate,
-        final_share=request.final_learning_rate_share,
-        warmup_steps=warmup_steps(request.warmup_share, total_steps=total),
-        total_steps=total,
-        shape=request.schedule,
-    )
+    plan, held_out, schedule = plan_run(material.dataset, request)
     resumed, passed_over = _find_checkpoint(request, material)
     dtype = _DTYPES[request.compute_dtype]
     model = material.drafter(request.seed)
@@ -101,9 +94,13 @@ def start_run(request: TrainRequest, ranks: Ranks) -> tuple[Run, list[tuple[str,
     return run, passed_over
 
 
-def _plan(material: Material, request: TrainRequest) -> tuple[Plan, Packing | None]:
-    """Training samples with something supervised, planned; held-out samples in prepared order."""
-    entries = material.dataset.entries
+def plan_run(dataset: StateDataset, request: TrainRequest) -> tuple[Plan, Packing | None, Schedule]:
+    """Training samples with something supervised, planned; held-out samples; every step's rate.
+
+    NothingToTrain when no row would be asked for anything; RequestError of the schedule.
+    """
+    require_labels(dataset)
+    entries = dataset.entries
     lengths = np.fromiter((e.length for e in entries), np.int64, len(entries))
     supervised = np.fromiter((e.supervised > 0 for e in entries), bool, len(entries))
     training = np.fromiter((e.split == "train" for e in entries), bool, len(entries))
@@ -115,13 +112,21 @@ def _plan(material: Material, request: TrainRequest) -> tuple[Plan, Packing | No
         epochs=request.epochs,
         seed=request.seed,
     )
+    total = sum(plan.steps_per_epoch())
+    schedule = Schedule(
+        peak=request.learning_rate,
+        final_share=request.final_learning_rate_share,
+        warmup_steps=warmup_steps(request.warmup_share, total_steps=total),
+        total_steps=total,
+        shape=request.schedule,
+    )
     others = np.flatnonzero(~training & supervised)
     if not len(others):
-        return plan, None
+        return plan, None, schedule
     held_out = pack_in_order(
         others, lengths, tokens_per_pack=request.tokens_per_pack, packs_per_step=1
     )
-    return plan, held_out
+    return plan, held_out, schedule
 
 
 def _find_checkpoint(

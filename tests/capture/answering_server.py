@@ -35,6 +35,10 @@ class AnsweringServer:
         if self.death is not None:
             raise self.death
 
+    def fault_of(self, ids: list[int]) -> str:
+        """A fault of every try of a prompt, or ""."""
+        return ""
+
     def answer_of(self, ids: list[int], limit: int) -> list[int]:
         return list(range(ids[-1] + 1, END + 1))[:limit]
 
@@ -61,7 +65,8 @@ def answering() -> Iterator[AnsweringServer]:
             with told.lock:
                 told.busy -= 1
             faults = told.faults.get(first, [])
-            return self.generate(body, faults[number - 1] if number <= len(faults) else "none")
+            fault = faults[number - 1] if number <= len(faults) else "none"
+            return self.generate(body, told.fault_of(body["input_ids"]) or fault)
 
         def generate(self, body: dict[str, Any], fault: str) -> None:
             if fault in ("die", "drop"):
@@ -73,9 +78,10 @@ def answering() -> Iterator[AnsweringServer]:
                 return self.reply(int(fault), {"error": {"message": "no"}})
             ids, limit = body["input_ids"], body["sampling_params"]["max_new_tokens"]
             found = told.answer_of(ids, limit)
-            ended = found[-1] == END
+            end = body["sampling_params"]["stop_token_ids"][0]
+            ended = found[-1] == end
             reason: dict[str, Any] = (
-                {"type": "stop", "matched": END} if ended else {"type": "length", "length": limit}
+                {"type": "stop", "matched": end} if ended else {"type": "length", "length": limit}
             )
             meta = {
                 "id": body["rid"],
@@ -96,6 +102,8 @@ def answering() -> Iterator[AnsweringServer]:
             if fault == "cut_early":
                 found = found[:1]
                 meta |= {"completion_tokens": 1, "finish_reason": {"type": "length", "length": 1}}
+            if fault == "other_id":
+                meta["id"] = told.asked[0]["rid"] + "0"
             if fault == "other_prompt":
                 meta["prompt_tokens"] += 1
             if fault == "not_json":

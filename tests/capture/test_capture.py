@@ -4,14 +4,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import SafetensorError
 
 from pipeline.capture.collector import check_receipt
-from pipeline.capture.contract import Receipt, ids_digest
+from pipeline.capture.contract import Receipt, Request, ids_digest
 from pipeline.capture.drive import CapturePlan, capture_states
 from pipeline.capture.errors import CaptureError
 from pipeline.capture.plan import plan_batches, plan_shards
 from pipeline.capture.staging import Staging
 from pipeline.capture.stand_in import StandIn, StandInFaults, prefix_states
+from pipeline.stages.extract import greatest_difference
 from pipeline.store.index import Entry, Sample
 from pipeline.store.layout import row_bytes, state_fields
 from pipeline.store.reader import DatasetFacts, PreparedSamples, StateDataset
@@ -115,11 +117,40 @@ def test_a_faulty_answer_is_refused_and_counted(
     assert_every_row_is_right(result.dataset)
 
 
-def test_a_prefix_cache_is_named(tmp_path: Path) -> None:
-    result = run(tmp_path, [12, 12], faults=StandInFaults(prefix_cache=True), shared_prefix=8)
-    assert dict(result.dataset.skipped).values()
+@pytest.mark.parametrize("shared", [8, 12])  # a common beginning; the same conversation twice
+def test_a_prefix_cache_is_named(tmp_path: Path, shared: int) -> None:
+    faults = StandInFaults(prefix_cache=True)
+    result = run(tmp_path, [12, 12, 5], faults=faults, shared_prefix=shared)
+    kept = {entry.id for entry in result.dataset.entries}
+    assert dict(result.dataset.skipped) == dict.fromkeys({"s0", "s1", "s2"} - kept, "row_count")
+    assert len(kept & {"s0", "s1"}) == 1
     assert any("prefix cache on?" in line for line in result.said)
     assert_every_row_is_right(result.dataset)
+
+
+def test_rows_that_changed_places_do_not_agree_with_the_log_probabilities(tmp_path: Path) -> None:
+    samples = prepare(tmp_path / "prepared", [9])
+    head = torch.randn(200, HIDDEN, generator=torch.Generator().manual_seed(3))
+    found = {}
+    for name, swapped in (("right", frozenset[str]()), ("swapped", frozenset({"s0"}))):
+        staging = Staging(tmp_path, quota_bytes=1 << 20)
+        engine = StandIn(
+            staging,
+            hidden_size=HIDDEN,
+            taps=TAPS,
+            head=head,
+            faults=StandInFaults(swap_rows=swapped),
+        )
+        sample = samples.read(samples.entries[0])
+        engine.submit([Request("s0", sample.input_ids, logprobs=True)])
+        receipt = next(engine.answers())
+        assert isinstance(receipt, Receipt)
+        assert check_receipt(receipt, sample, taps=TAPS) is None  # it cannot know
+        final = staging.read(receipt.file, timeout_seconds=0)["final"]
+        assert receipt.logprobs is not None
+        found[name] = greatest_difference(sample, final, receipt.logprobs, head=head)
+    assert found["right"] < 0.001
+    assert found["swapped"] > 0.25
 
 
 def test_a_sample_refused_once_is_tried_again_alone_and_kept(tmp_path: Path) -> None:
@@ -132,6 +163,28 @@ def test_a_file_that_comes_after_its_receipt_is_waited_for(tmp_path: Path) -> No
     result = run(tmp_path, [9, 10], faults=StandInFaults(late_seconds=0.2))
     assert len(result.dataset.entries) == 2
     assert_every_row_is_right(result.dataset)
+
+
+def test_a_file_that_grows_under_its_own_name_is_read_when_it_is_whole(tmp_path: Path) -> None:
+    staging = Staging(tmp_path, quota_bytes=1 << 20)
+    tensor = torch.arange(300, dtype=torch.bfloat16)
+    staging.write("whole.safetensors", {"final": tensor}, timeout_seconds=0)
+    data = (tmp_path / "whole.safetensors").read_bytes()
+    growing = tmp_path / "growing.safetensors"
+    for size in (0, 4, 30, len(data) - 1):
+        growing.write_bytes(data[:size])
+        with pytest.raises(TimeoutError, match=r"growing.safetensors did not become whole"):
+            staging.wait("growing.safetensors", timeout_seconds=0)
+    growing.write_bytes(data)
+    read = staging.read("growing.safetensors", timeout_seconds=0)
+    assert torch.equal(read["final"], tensor)
+
+
+def test_a_file_that_is_no_safetensors_is_not_waited_for(tmp_path: Path) -> None:
+    staging = Staging(tmp_path, quota_bytes=1 << 20)
+    (tmp_path / "a.safetensors").write_bytes(b"\xff" * 64)
+    with pytest.raises(SafetensorError):
+        staging.read("a.safetensors", timeout_seconds=60)
 
 
 def test_an_engine_waits_while_the_staging_folder_is_full(tmp_path: Path) -> None:

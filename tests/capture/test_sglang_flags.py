@@ -36,7 +36,15 @@ def test_the_cpu_s_own_flags_give_way_to_the_user_s() -> None:
 
 
 @pytest.mark.parametrize(
-    "extra", [("--disable-radix-cache",), ("--tp-size=2",), ("--port", "1"), ("--api-key", "x")]
+    "extra",
+    [
+        ("--disable-radix-cache",),
+        ("--tp-size=2",),
+        ("--port", "1"),
+        ("--api-key", "x"),
+        ("--disable-rad",),  # argparse takes a beginning for the whole
+        ("--tp", "2"),
+    ],
 )
 def test_an_argument_that_is_set_already_is_refused(extra: tuple[str, ...]) -> None:
     with pytest.raises(CaptureError, match=f"repeats {extra[0].partition('=')[0]}"):

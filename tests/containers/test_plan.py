@@ -186,7 +186,7 @@ def test_without_gpus_there_is_no_flag_of_them(stage: str) -> None:
 
 def test_the_staging_folder_is_a_tmpfs_of_the_quota_and_a_little() -> None:
     mounts = values(last("extract", "kimi-k2.5"), "--mount")
-    size = (128 << 30) + (64 << 20)
+    size = (128 << 30) + (2 << 30)
     assert mounts == [f'type=tmpfs,"target=/mnt/hs",tmpfs-size={size},tmpfs-mode=1777']
     assert not values(last("train", "kimi-k2.5"), "--mount")
 
@@ -194,7 +194,7 @@ def test_the_staging_folder_is_a_tmpfs_of_the_quota_and_a_little() -> None:
 def test_staging_in_dev_shm_itself_enlarges_that() -> None:
     container = last("extract", "tiny", "extract.staging=/dev/shm")
     assert not values(container, "--mount")
-    assert values(container, "--shm-size") == [str((1 << 30) + (1 << 20) + (64 << 20))]
+    assert values(container, "--shm-size") == [str((1 << 30) + (1 << 20) + (2 << 30))]
 
 
 def test_memory_file_systems_have_the_sizes_of_the_settings() -> None:

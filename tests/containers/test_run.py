@@ -82,7 +82,7 @@ def test_inside_there_is_a_quota_no_network_and_nothing_to_write_to(run: Contain
     out = docker("exec", name, "sh", "-c", ask)
     finish(process)
     lines = out.split("\n")
-    assert int(lines[0]) == quota + (64 << 20)
+    assert int(lines[0]) == quota + (2 << 30)
     assert lines[1] == "lo"
     assert [line.endswith("Read-only file system") for line in lines[2:6]] == [True] * 4
     assert {line.split()[1] for line in lines[6:] if line} == {"0" * 16}

@@ -9,7 +9,13 @@ import pytest
 from pipeline.capture.sglang_generate import Generated, GenerationFailed
 from pipeline.conversations.answers import read_answers
 from pipeline.conversations.errors import ConversationError
-from pipeline.conversations.server_answers import AnswerRequest, plan_answers, write_answers
+from pipeline.conversations.normalise import Skip
+from pipeline.conversations.server_answers import (
+    AnswerRequest,
+    Unanswered,
+    plan_answers,
+    write_answers,
+)
 from pipeline.target.random import make_random_target
 from pipeline.target.tokenizer import load_tokenizer
 from tests.capture.answering_server import END, AnsweringServer, answering
@@ -68,12 +74,19 @@ def request_of(target: Path, tmp_path: Path) -> AnswerRequest:
 
 
 def write(request: AnswerRequest, server: Any) -> list[Generated]:
-    tokenizer, found = load_tokenizer(request.folder, remote_code=False), []
-    plan = plan_answers(request, tokenizer)
-    write_answers(
-        plan, server, tokenizer, concurrency=3, timeout_seconds=10.0, advance=found.append
-    )
+    """Answers what is missing; gives what was asked for and came."""
+    found: list[Generated] = []
+    plan = plan_answers(request, load_tokenizer(request.folder, remote_code=False))
+    assert not ask(plan, server, found)
     return found
+
+
+def ask(plan: Unanswered, server: Any, found: list[Generated] | None = None) -> dict[str, Skip]:
+    tokenizer = load_tokenizer(plan.request.folder, remote_code=False)
+    advance = [].append if found is None else found.append
+    return write_answers(
+        plan, server, tokenizer, concurrency=3, timeout_seconds=10.0, advance=advance
+    )
 
 
 def test_the_file_is_one_that_prepare_reads(
@@ -138,30 +151,48 @@ def test_a_finished_file_needs_no_server(
 ) -> None:
     write(request_of, server)
     plan = plan_answers(request_of, load_tokenizer(request_of.folder, remote_code=False))
-    assert (plan.left, plan.done) == (0, COUNT)
+    assert (plan.left, plan.done) == ([], COUNT)
 
 
-def test_what_was_answered_before_a_fault_stays(
+def refusing(request: AnswerRequest, server: AnsweringServer, refused: range) -> Unanswered:
+    """A plan in which the server refuses some prompts, known by their first token."""
+    plan = plan_answers(request, load_tokenizer(request.folder, remote_code=False))
+    encoded = [[319, *ids] if at in refused else ids for at, ids in enumerate(plan.encoded)]
+    server.faults = {319: ["400"] * len(refused)}
+    return dataclasses.replace(plan, encoded=encoded)
+
+
+def test_a_refused_prompt_is_told_and_asked_again_by_a_resume_that_asks_for_no_other(
     request_of: AnswerRequest, server: AnsweringServer
 ) -> None:
-    tokenizer = load_tokenizer(request_of.folder, remote_code=False)
-    plan = plan_answers(request_of, tokenizer)
-    broken = dataclasses.replace(
-        plan, encoded=[*plan.encoded[:6], [319, *plan.encoded[6]], *plan.encoded[7:]]
-    )
-    server.faults = {319: ["400"]}
-    with pytest.raises(GenerationFailed, match="refuses prompt p 6"):
-        write_answers(
-            broken,
-            server,
-            tokenizer,
-            concurrency=2,
-            timeout_seconds=10.0,
-            advance=lambda _one: None,
-        )
+    missing = ask(refusing(request_of, server, range(6, 7)), server)
+    assert [(name, skip.reason) for name, skip in missing.items()] == [("p 6", "no_answer")]
+    assert "refuses prompt p 6" in missing["p 6"].detail
+    answers, _ = read_answers(request_of.out, end_of_turn_ids=frozenset({END}))
+    assert [one.id for one in answers] == [f"p {n}" for n in range(COUNT) if n != 6]
+    assert [one.prompt.id for one in write(request_of, server)] == ["p 6"]
+
+
+def test_many_prompts_in_a_row_without_an_answer_are_a_fault_of_the_server(
+    request_of: AnswerRequest, server: AnsweringServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.conversations.server_answers._MOST_UNANSWERED_IN_A_ROW", 4)
+    with pytest.raises(GenerationFailed, match="refuses prompt p 9"):
+        ask(refusing(request_of, server, range(6, 10)), server)
     answers, _ = read_answers(request_of.out, end_of_turn_ids=frozenset({END}))
     assert [one.id for one in answers] == [f"p {n}" for n in range(6)]
+    server.faults = {}
     assert len(write(request_of, server)) == COUNT - 6
+
+
+def test_a_line_that_answers_no_prompt_of_the_file_or_one_twice_is_refused(
+    request_of: AnswerRequest, server: AnsweringServer
+) -> None:
+    write(request_of, server)
+    whole = request_of.out.read_bytes()
+    request_of.out.write_bytes(whole + whole.splitlines(keepends=True)[0])
+    with pytest.raises(ConversationError, match=r"answers\.jsonl:13: answer 'p 0'"):
+        plan_answers(request_of, load_tokenizer(request_of.folder, remote_code=False))
 
 
 @pytest.mark.parametrize(

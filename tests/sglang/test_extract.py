@@ -1,6 +1,7 @@
 """The extract stage over the real server on a CPU, by its public commands."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import torch
 
 from pipeline.slate.files import read_json
 from pipeline.slate.manifest import Manifest
+from pipeline.store.index import ShardIndex
+from pipeline.store.layout import ShardLayout, state_fields
 from pipeline.store.reader import StateDataset
 
 pytestmark = pytest.mark.sglang
@@ -150,3 +153,35 @@ def test_what_cannot_work_is_refused_before_the_wipe(
     assert done.returncode == 1
     assert says in done.stderr
     assert Manifest.read(both[1])
+
+
+def test_a_repair_starts_one_server_for_exactly_the_lost_samples(
+    both: tuple[Path, Path, str], tmp_path: Path
+) -> None:
+    root = tmp_path / "runs"
+    shutil.copytree(both[1].parents[1], root)
+    output = root / "run" / "extract"
+    index = ShardIndex.read(output / "states-00000.json")
+    bad = index.entries[3]
+    starts = ShardLayout(state_fields(64, taps=3), index.rows).offsets()
+    with (output / index.shard).open("r+b") as file:
+        file.seek(starts["tap_1"] + bad.offset * 128)
+        file.write(b"\x00\x00\x00")
+    (output / "states-00001.safetensors").unlink()
+    gone = ShardIndex.read(output / "states-00001.json").entries
+    done = stage(root, "repair")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (
+        f"repair: {1 + len(gone)} samples in 2 shards are captured again: {bad.id}" in done.stdout
+    )
+    [record] = Manifest.read(output).provenance["repairs"]
+    assert record["samples"] == {
+        "states-00000": [bad.id],
+        "states-00001": sorted(one.id for one in gone),
+    }
+    assert record["server"]["version"]
+    assert "extract: whole" in stage(root, "verify").stdout
+    wanted, found = StateDataset.open(both[0]), StateDataset.open(output)
+    for mine, theirs in zip(found.entries, wanted.entries, strict=True):
+        a, b = found.read(mine).final.float(), wanted.read(theirs).final.float()
+        assert float((a - b).norm() / b.norm()) < 0.03

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pipeline.cli import _guard
+from pipeline.slate.door import guard
 from pipeline.slate.errors import SlateError
 from pipeline.slate.files import write_atomic
 from pipeline.slate.stage import Outcome, Workspace, perform
@@ -63,4 +63,4 @@ if __name__ == "__main__":
     parser.add_argument("--fail", action="store_true")
     arguments = parser.parse_args()
     stage = DemoStage(pieces=arguments.pieces, pause=arguments.pause, fail=arguments.fail)
-    _guard(lambda: perform(stage, root=arguments.root, resume=arguments.resume, threads=2))
+    guard(lambda: perform(stage, root=arguments.root, resume=arguments.resume, threads=2))

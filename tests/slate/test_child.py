@@ -54,7 +54,8 @@ def test_further_lines_reach_the_child(tmp_path: Path) -> None:
         ("raise ValueError('tensor too long')", "ValueError: tensor too long"),
         ("raise AssertionError", r"AssertionError: \(no message\)"),
         ("os._exit(3)", "ended with status 3"),
-        ("os.kill(os.getpid(), 9)", "killed by SIGKILL"),
+        ("os.kill(os.getpid(), 9)", "killed by SIGKILL, signal 9"),
+        ("os.kill(os.getpid(), 7)", "killed by SIGBUS, signal 7"),
         ("print('the last words', flush=True); os._exit(1)", "the last words"),
     ],
 )
@@ -63,6 +64,48 @@ def test_a_child_that_fails_is_told_with_its_own_words(
 ) -> None:
     with child(tmp_path, body) as running, pytest.raises(ChildFailed, match=words):
         list(running.events())
+
+
+@pytest.mark.parametrize(
+    ("number", "words"), [(9, "out-of-memory killer is the usual cause"), (7, "full tmpfs")]
+)
+def test_a_killed_child_is_told_with_the_usual_cause_and_where_to_look(
+    tmp_path: Path, number: int, words: str
+) -> None:
+    with (
+        child(tmp_path, f"os.kill(os.getpid(), {number})") as running,
+        pytest.raises(ChildFailed) as caught,
+    ):
+        list(running.events())
+    assert words in caught.value.next_step
+    assert "dmesg -T" in caught.value.next_step
+
+
+def test_a_child_that_is_silent_for_too_long_is_told_with_its_state(tmp_path: Path) -> None:
+    environment = module(tmp_path, "channel.emit({'n': 1})\ntime.sleep(600)")
+    with (
+        Child(
+            "some_child",
+            environment=environment,
+            log=tmp_path / "log",
+            request={},
+            silence_seconds=3.0,
+        ) as running,
+        pytest.raises(
+            ChildFailed, match=r"some_child \(pid \d+, S \(sleeping\)\) is silent for 3 s"
+        ),
+    ):
+        list(running.events())
+
+
+def test_a_child_that_is_stopped_ends_with_its_context_all_the_same(tmp_path: Path) -> None:
+    # With a handler of its own, as servers and torchrun have: else the kernel ends it at once.
+    body = "import signal\nsignal.signal(15, lambda *_: os._exit(0))\n"
+    with child(tmp_path, body + "channel.emit({'n': 1})\ntime.sleep(600)") as running:
+        next(running.events())
+        psutil.Process(running.pid).suspend()
+        started = time.monotonic()
+    assert time.monotonic() - started < 15  # a kill would come after 20 s
 
 
 def test_a_fault_keeps_its_three_parts(tmp_path: Path) -> None:

@@ -1,3 +1,4 @@
+import errno
 import io
 import subprocess
 import sys
@@ -7,7 +8,14 @@ import pytest
 
 from pipeline.faults import Fault
 from pipeline.slate.errors import SlateError
-from pipeline.slate.files import canonical_json, read_json, sha256_json, write_atomic
+from pipeline.slate.files import (
+    canonical_json,
+    disk_fault,
+    named,
+    read_json,
+    sha256_json,
+    write_atomic,
+)
 from pipeline.slate.manifest import differences
 from pipeline.slate.progress import Progress, duration, progress_line
 
@@ -26,6 +34,33 @@ write_atomic(Path({str(path)!r}), b"n" * 5000)
     assert "File too large" in done.stderr
     assert path.read_bytes() == b"old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["state.json"]
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.ENOSPC, "make room there"),
+        (errno.EDQUOT, "make room there"),
+        (errno.EIO, "repair it"),
+        (errno.EROFS, "repair it"),
+    ],
+)
+def test_an_error_without_a_name_gets_one_and_a_next_step(
+    tmp_path: Path, number: int, words: str
+) -> None:
+    with pytest.raises(OSError, match="x") as caught, named(tmp_path / "shard"):
+        raise OSError(number, "x")
+    fault = disk_fault(caught.value, place=tmp_path, next_step="make extract RESUME=1")
+    assert fault is not None
+    assert fault.found.startswith(f"{tmp_path}/shard: x (")
+    assert "MiB free" in fault.found
+    assert words in fault.next_step
+    assert fault.next_step.endswith("make extract RESUME=1")
+
+
+def test_an_error_that_is_no_disks_stays_what_it_is(tmp_path: Path) -> None:
+    error = FileNotFoundError(errno.ENOENT, "no such file", str(tmp_path / "x"))
+    assert disk_fault(error, place=tmp_path, next_step="none") is None
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"a": 1', "[" * 100_000])

@@ -83,6 +83,29 @@ def test_too_little_room_is_found_before_the_wipe(tmp_path: Path) -> None:
     assert Manifest.read(tmp_path / "demo").digest == first.digest
 
 
+def test_a_clock_that_is_set_back_meanwhile_gives_no_negative_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = iter(range(2_000_000_000, 0, -86_400))  # a day earlier each time it is asked
+    monkeypatch.setattr(time, "time", lambda: float(next(now)))
+    assert run(tmp_path, DemoStage()).provenance["seconds"] >= 0
+
+
+def test_a_folder_in_which_only_a_half_written_marker_lies_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "..cleanslate.json.partial").write_bytes(b'{"pro')  # killed while claiming
+    assert run(tmp_path, DemoStage()).counts == {"pieces": 5}
+
+
+def test_what_a_library_was_writing_under_a_hidden_name_is_gone_after_a_resume(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(RuntimeError):
+        run(tmp_path, DemoStage(fail=True))
+    (tmp_path / "demo" / ".tmpZHOtrH").write_bytes(b"half a safetensors file")
+    assert run(tmp_path, DemoStage(), resume=True).digest == run(tmp_path, DemoStage()).digest
+
+
 def test_a_failing_run_seals_nothing_and_can_be_resumed(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
         run(tmp_path, DemoStage(fail=True))

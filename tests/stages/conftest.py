@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.slate.manifest import Manifest
-
-ROOT = Path(__file__).parent.parent.parent
+from tests.stages.front import ROOT, run_front
 
 
 class Project:
@@ -29,6 +28,8 @@ class Project:
     def run(
         self, *arguments: str, preexec: Callable[[], None] | None = None
     ) -> subprocess.CompletedProcess[str]:
+        if preexec is None:
+            return run_front(self.arguments(*arguments)[3:], beside=self.root.parent)
         return subprocess.run(
             self.arguments(*arguments),
             cwd=ROOT,

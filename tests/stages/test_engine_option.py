@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.cli import engine_overrides
 from pipeline.slate.manifest import Manifest
+from pipeline.stages.overrides import engine_overrides
 
 
 def seal(folder: Path, stage: str, settings: dict[str, Any]) -> None:

@@ -171,7 +171,7 @@ def test_damaged_states_are_found_and_named_before_training_uses_them(
     assert verified.returncode == 1
     assert "extract: DAMAGED" in verified.stdout
     if damage is not delete_a_row:
-        assert re.search(r"rows of s-\d{7} differ", verified.stdout)
+        assert re.search(r"sample s-\d{7}: its rows are not those", verified.stdout)
 
 
 def test_a_cut_checkpoint_is_found_and_named_before_export_uses_it(project: Project) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline.target.errors import FolderError
@@ -64,6 +65,14 @@ def test_a_multimodal_target_shows_its_language_models_sizes(tmp_path: Path) -> 
         ),
         ({"rope_theta": 5e5, "rope_scaling": None}, 5e5, None),
         ({}, 10000.0, None),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}, "rope_theta": 5e5},
+            5e5,
+            {
+                "rope_type": "one for each kind of layer",
+                "full_attention": {"rope_theta": 1e6},
+            },
+        ),
     ],
 )
 def test_rotary_settings_are_read_in_every_spelling(
@@ -83,6 +92,24 @@ def test_a_missing_size_is_named(tmp_path: Path) -> None:
     config = {key: value for key, value in SIZES.items() if key != "vocab_size"}
     with pytest.raises(FolderError, match="vocab_size"):
         read_facts(write_config(tmp_path, config | {"model_type": "llama"}))
+
+
+def test_heads_that_do_not_divide_the_width_are_refused_unless_their_width_is_said(
+    tmp_path: Path,
+) -> None:
+    odd = SIZES | {"model_type": "llama", "num_attention_heads": 5, "num_key_value_heads": 5}
+    with pytest.raises(FolderError, match="5 heads for a width of 48"):
+        read_facts(write_config(tmp_path, odd))
+    assert read_facts(write_config(tmp_path, odd | {"head_dim": 16})).head_dim == 16
+    latent = odd | {"kv_lora_rank": 8}  # heads of other widths; this is a default for drafters
+    assert read_facts(write_config(tmp_path, latent)).head_dim == 9
+
+
+def test_key_heads_that_do_not_divide_the_heads_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(FolderError, match="4 heads and 3 key/value heads"):
+        read_facts(
+            write_config(tmp_path, SIZES | {"model_type": "llama", "num_key_value_heads": 3})
+        )
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]"])
@@ -134,6 +161,17 @@ def test_a_change_to_the_config_changes_the_fingerprint_alone(tiny: Path, copy: 
     (copy / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-6}))
     assert fingerprint(copy) != fingerprint(tiny)
     assert tokenizer_digest(copy) == tokenizer_digest(tiny)
+
+
+@pytest.mark.parametrize("name", ["a.experts.7.up.weight", "router.weight"])
+def test_another_value_in_one_tensor_changes_the_fingerprint(copy: Path, name: str) -> None:
+    found = set()
+    for value in (1.0, 2.0):
+        weights = {f"a.experts.{n}.up.weight": torch.ones(3) for n in range(9)}
+        weights |= {"router.weight": torch.ones(3), name: torch.full((3,), value)}
+        save_file(weights, copy / "model.safetensors")
+        found.add(fingerprint(copy))
+    assert len(found) == 2
 
 
 def test_another_dtype_of_the_weights_changes_the_fingerprint(tiny: Path, copy: Path) -> None:

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pipeline.target.errors import FolderError, TensorError
-from pipeline.target.tensors import read_embedding, read_head
+from pipeline.target.tensors import check_ends, read_embedding, read_head
 
 V, H = 6, 4
 CONFIG = {
@@ -112,6 +112,46 @@ def test_a_packed_head_is_refused_by_name(write_folder: Any, packed: dict[str, T
     )
     with pytest.raises(TensorError, match=next(iter(packed))):
         read_head(folder)
+
+
+@pytest.mark.parametrize("beside", ["lm_head.weight_scale", "lm_head.bias"])
+def test_a_head_that_does_not_count_as_it_stands_is_refused(write_folder: Any, beside: str) -> None:
+    weights = {"model.embed_tokens.weight": EMBEDDING, "lm_head.weight": HEAD}
+    folder = write_folder({"model.safetensors": weights | {beside: torch.ones(V)}}, config=CONFIG)
+    with pytest.raises(TensorError, match=f"beside lm_head.weight lies {beside}"):
+        read_head(folder)
+
+
+@pytest.mark.parametrize(
+    ("said", "key"),
+    [
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"model_type": "gemma2"}, "final_logit_softcapping"),  # its class caps unasked
+        ({"model_type": "cohere"}, "logit_scale"),
+        ({"text_config": CONFIG | {"logits_scaling": 8.0}}, "logits_scaling"),
+    ],
+)
+def test_logits_that_are_not_the_head_s_product_alone_are_refused(
+    write_folder: Any, said: dict[str, Any], key: str
+) -> None:
+    weights = {"model.embed_tokens.weight": EMBEDDING, "lm_head.weight": HEAD}
+    folder = write_folder({"model.safetensors": weights}, config=CONFIG | said)
+    with pytest.raises(TensorError, match=key):
+        check_ends(folder)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"model_type": "gemma2", "final_logit_softcapping": None},
+        {"model_type": "granite", "logits_scaling": 1.0},
+        {"model_type": "never_heard_of"},
+    ],
+)
+def test_a_plain_head_passes(write_folder: Any, said: dict[str, Any]) -> None:
+    weights = {"model.embed_tokens.weight": EMBEDDING, "lm_head.weight": HEAD}
+    check_ends(write_folder({"model.safetensors": weights}, config=CONFIG | said))
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])

@@ -86,7 +86,7 @@ def test_training_learns(ask):
 def test_held_out_samples_are_never_trained_on(ask, sample):
     clean = [sample(12, (6, 7, 8, 9)) for _ in range(4)]
     poisoned = sample(14, (6, 7, 8), split="held_out", poison=True)
-    with pytest.raises(NonFinite, match="held-out samples c-4"):
+    with pytest.raises(NonFinite, match="step 0: loss nan on held-out samples c-4"):
         run(ask([*clean, poisoned]))
     others = ask([*clean, sample(14, (), split="held_out", poison=True)])
     assert run(others)[0]["samples"] == 4  # unsupervised and held out: read by nobody
@@ -102,12 +102,19 @@ def test_a_dataset_without_supervised_tokens_is_refused(ask, sample):
         run(ask([sample(12, ())]))
 
 
-def test_supervised_tokens_that_no_row_is_asked_for_change_nothing(ask, sample):
-    request = ask([sample(12, (0, 1))])
-    events = run(request)
-    assert {event["loss"] for event in events if event["event"] == "step"} == {0.0}
+def test_supervised_tokens_that_no_row_is_asked_for_are_nothing_to_train(ask, sample):
+    held_out = sample(12, (6, 7), split="held_out")
+    with pytest.raises(NothingToTrain, match="none of 2 samples"):
+        run(ask([sample(12, (0, 1)), held_out]))
+
+
+def test_a_step_that_asks_for_nothing_changes_nothing(ask, sample):
+    samples = [sample(40, (0, 1)), sample(40, (6, 7))]  # each is a pack, and a step
+    request = ask(samples, tokens_per_step=40, epochs=1)
+    updated = [event["updated"] for event in run(request) if event["event"] == "step"]
+    assert sorted(updated) == [False, True]
     trained = read_checkpoint(request.output / "checkpoints" / names(request)[-1])
-    assert int(trained.optimizer()["updates"]) == 0
+    assert int(trained.optimizer()["updates"]) == 1
 
 
 @pytest.mark.parametrize("when", [1, 3])

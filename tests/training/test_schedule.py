@@ -24,7 +24,13 @@ def test_cosine_rates_by_hand():
     )
 
 
-@given(total=st.integers(1, 500), share=st.floats(0, 0.99), final=st.floats(0, 1))
+def test_a_run_whose_only_step_has_no_learning_rate_is_refused():
+    with pytest.raises(RequestError, match="one step in all"):
+        rates("linear", warmup=0, total=1, final=0.0)
+    assert rates("linear", warmup=0, total=1, final=0.5) == [0.5]
+
+
+@given(total=st.integers(2, 500), share=st.floats(0, 0.99), final=st.floats(0, 1))
 @pytest.mark.parametrize("shape", ["cosine", "linear"])
 def test_the_last_step_is_exactly_the_end(shape: str, total: int, share: float, final: float):
     found = rates(shape, warmup=warmup_steps(share, total_steps=total), total=total, final=final)
