@@ -70,5 +70,5 @@ def test_no_rank_waits_for_one_that_failed(tmp_path: Path, case: str, own: str) 
     assert rank_cases.start(case, tmp_path, ranks=2, device="cuda") != 0
     assert time.monotonic() - began < 90
     found = own.partition(": ")[2]
-    assert (tmp_path / f"{case}-1.txt").read_text() == own
-    assert (tmp_path / f"{case}-0.txt").read_text() == f"RankError: rank 1: {found}"
+    assert rank_cases.said(tmp_path / f"{case}-1.txt") == own
+    assert rank_cases.said(tmp_path / f"{case}-0.txt") == f"RankError: rank 1: {found}"

@@ -6,6 +6,7 @@ python -m tests.training.rank_cases CASE,... FOLDER DEVICE: leaves files in FOLD
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -210,6 +211,11 @@ def fail(ranks: Ranks, folder: Path) -> None:
             optimizer.reduce(bucket)
 
     ranks.together(work, doing="work")
+
+
+def said(path: Path) -> str:
+    """What a rank wrote of its error, without where it was raised: lines move."""
+    return re.sub(r" \(rank_cases\.py line \d+\)$", "", path.read_text())
 
 
 def fail_early(ranks: Ranks, folder: Path) -> None:

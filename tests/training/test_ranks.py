@@ -1,5 +1,4 @@
 import json
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -161,8 +160,7 @@ def test_what_is_not_finite_on_one_rank_changes_nothing_on_any(made, what):
 )
 def test_no_rank_waits_for_one_that_failed(tmp_path, case, own, others):
     assert rank_cases.start(case, tmp_path, ranks=3) != 0
-    place = re.compile(r" \(rank_cases\.py line \d+\)$")  # where it was raised; lines move
-    said = {path.name: place.sub("", path.read_text()) for path in tmp_path.iterdir()}
+    said = {path.name: rank_cases.said(path) for path in tmp_path.iterdir()}
     assert said == {
         f"{case}-0.txt": others,
         f"{case}-1.txt": own,
