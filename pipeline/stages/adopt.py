@@ -28,7 +28,14 @@ from pipeline.slate.log import SAY
 from pipeline.slate.progress import Progress
 from pipeline.slate.stage import Outcome, Workspace
 from pipeline.stages.errors import NotProven, StageError, TooFew
-from pipeline.stages.extract import ExtractStage, check_complete, spread
+from pipeline.stages.extract import (
+    ExtractStage,
+    check_complete,
+    counts_of,
+    digests_of,
+    facts_of,
+    spread,
+)
 from pipeline.stages.follow import ADOPTED
 from pipeline.stages.run import Run
 from pipeline.store.layout import row_bytes, state_fields
@@ -283,7 +290,6 @@ class AdoptStage(ExtractStage):
             )
         self._refuse_few(workspace, kept=kept, read=read, refused=outcomes)
         skipped = Counter(reason for _, reason in dataset.skipped)
-        rows = sum(entry.length for entry in dataset.entries)
         SAY.info(
             "adopt: %d requests found, %d adopted, %d left out %s; %d samples have no states (%d "
             "of them no request); each request's outcome is in %s",
@@ -297,23 +303,12 @@ class AdoptStage(ExtractStage):
         )
         return Outcome(
             counts={
-                "read": read,
-                "kept": kept,
-                "skipped": dict(skipped),
-                "rows": rows,
-                "rows_per_split": {
-                    split: sum(e.length for e in dataset.entries if e.split == split)
-                    for split in ("train", "held_out")
-                },
+                **counts_of(dataset, read=read),
                 "dump": {"found": found, "adopted": adopted, "refused": dict(outcomes)},
             },
-            facts={
-                "taps": list(dataset.taps),
-                "hidden_size": dataset.hidden_size,
-                "target_fingerprint": dataset.target_fingerprint,
-            },
+            facts=facts_of(dataset),
             measured=self._measured(workspace.output, samples, dataset),
-            known_digests={index.shard: index.sha256 for index in dataset.indexes if index.entries},
+            known_digests=digests_of(dataset),
             volatile=lambda name: name == _JOURNAL,
         )
 

@@ -310,21 +310,8 @@ class ExtractStage:
             greatest,
         )
         return Outcome(
-            counts={
-                "read": read,
-                "kept": kept,
-                "skipped": dict(reasons),
-                "rows": total,
-                "rows_per_split": {
-                    split: sum(e.length for e in dataset.entries if e.split == split)
-                    for split in ("train", "held_out")
-                },
-            },
-            facts={
-                "taps": list(dataset.taps),
-                "hidden_size": dataset.hidden_size,
-                "target_fingerprint": dataset.target_fingerprint,
-            },
+            counts=counts_of(dataset, read=read),
+            facts=facts_of(dataset),
             measured={
                 "logprob_samples": len(differences),
                 "logprob_greatest_difference_nats": greatest,
@@ -332,7 +319,7 @@ class ExtractStage:
                 "staging_filesystem": filesystem(self._settings.staging),
                 **({"server": read_json(workspace.output / SERVER_FACTS)} if self._served else {}),
             },
-            known_digests={index.shard: index.sha256 for index in dataset.indexes if index.entries},
+            known_digests=digests_of(dataset),
             volatile=lambda name: name.startswith("logprobs-") or name == SERVER_FACTS,
         )
 
@@ -361,6 +348,34 @@ def spread(entries: Sequence[Entry], count: int) -> frozenset[str]:
     return (
         frozenset(usable[i * len(usable) // count] for i in range(count)) if count else frozenset()
     )
+
+
+def counts_of(dataset: StateDataset, *, read: int) -> dict[str, Any]:
+    """Counts of a seal over states; read: samples that were prepared."""
+    return {
+        "read": read,
+        "kept": len(dataset.entries),
+        "skipped": dict(Counter(reason for _, reason in dataset.skipped)),
+        "rows": sum(entry.length for entry in dataset.entries),
+        "rows_per_split": {
+            split: sum(entry.length for entry in dataset.entries if entry.split == split)
+            for split in ("train", "held_out")
+        },
+    }
+
+
+def facts_of(dataset: StateDataset) -> dict[str, Any]:
+    """What is true of states, whoever captured them."""
+    return {
+        "taps": list(dataset.taps),
+        "hidden_size": dataset.hidden_size,
+        "target_fingerprint": dataset.target_fingerprint,
+    }
+
+
+def digests_of(dataset: StateDataset) -> dict[str, str]:
+    """sha256 of each shard's file, as its index has it."""
+    return {index.shard: index.sha256 for index in dataset.indexes if index.entries}
 
 
 def check_complete(samples: PreparedSamples, dataset: StateDataset) -> None:

@@ -3,14 +3,11 @@
 Commands run in this process, but for the trainer and the engine, which are processes of their own.
 """
 
-import contextlib
 import functools
-import io
 import json
 import shutil
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +16,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pipeline import cli
 from pipeline.slate.files import read_json, sha256_file, write_json
 from pipeline.slate.manifest import Manifest, SealedFile
 from pipeline.store.index import Entry, ShardIndex, sample_digest
 from pipeline.store.layout import ShardLayout, state_fields
 from pipeline.store.reader import MappedShard
 from pipeline.target.random import make_random_target
+from tests.field_reports.in_process import Done, front
 
 SIZES = {"hidden_size": 64, "layers": 6, "heads": 4, "kv_heads": 2, "intermediate_size": 128}
 V, D, POSITIONS = 512, 64, 8192
@@ -34,31 +31,6 @@ QUESTIONS = {
     "b": "({0}) + [{0}*{0}] = 10{0} - 7, 365 or 1600?",
 }
 WORDS = "sun sea wheel city river steam poem train book desert rice oil salt play"
-
-
-@dataclass(frozen=True)
-class Done:
-    """What a command left: exit status, output, errors."""
-
-    status: int
-    out: str
-    err: str
-
-
-def front(*arguments: str) -> Done:
-    """The command line `python -m pipeline.cli ARGUMENTS`, in this process."""
-    before, sys.argv = sys.argv, ["cli", *arguments]
-    threads = torch.get_num_threads()
-    out, err, status = io.StringIO(), io.StringIO(), 0
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            cli.main()
-    except SystemExit as left:
-        status = int(left.code or 0)
-    finally:
-        sys.argv = before
-        torch.set_num_threads(threads)
-    return Done(status, out.getvalue(), err.getvalue())
 
 
 class Tiny:

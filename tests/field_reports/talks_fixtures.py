@@ -1,50 +1,23 @@
 """A small target with any chat template, and `prepare` on it by the public front, in process."""
 
-import contextlib
-import io
 import json
 import shutil
-import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipeline import cli
 from pipeline.slate.files import read_json
 from pipeline.store.reader import PreparedSamples
 from pipeline.target.random import make_random_target
 from pipeline.target.tokenizer import load_tokenizer
+from tests.field_reports.in_process import Done, front
 
 CHATML = """\
 {%- for message in messages %}
 {{- '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
-
-
-@dataclass(frozen=True)
-class Done:
-    """What a command left: exit status, output, errors."""
-
-    status: int
-    out: str
-    err: str
-
-
-def front(*arguments: str) -> Done:
-    """The command line `python -m pipeline.cli ARGUMENTS`, in this process."""
-    before, sys.argv = sys.argv, ["cli", *arguments]
-    out, err, status = io.StringIO(), io.StringIO(), 0
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            cli.main()
-    except SystemExit as left:
-        status = int(left.code or 0)
-    finally:
-        sys.argv = before
-    return Done(status, out.getvalue(), err.getvalue())
 
 
 class Talks:
