@@ -15,7 +15,7 @@ from pipeline.slate.manifest import Manifest
 from tests.containers.launcher import ROOT, ContainerRun, docker, good, local, press_ctrl_c, refused
 
 LONG = ("--set", "train.epochs=2000")  # a training that a test has time to disturb
-SHORT = ("--set", "train.epochs=40")
+SHORT = ("--set", "train.epochs=100")  # half a minute: a loaded machine is in time to stop it
 
 
 def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
@@ -139,8 +139,10 @@ def test_a_container_of_a_killed_launcher_is_named_and_released(run: ContainerRu
 def test_a_second_start_is_refused_and_the_first_goes_on(run: ContainerRun) -> None:
     process = run.start("train", *SHORT)
     name = run.running("train")["Name"].removeprefix("/")
+    docker("pause", name)  # else it may end while the others are being refused
     assert f"a container of this run is there: {name} (" in refused(run.run("evaluate"))
     on_host = local(run.profile, run.root, "train")
+    docker("unpause", name)
     assert f'is in use by {{"container": "{name}", "purpose": "train"}}' in refused(on_host)
     assert "sealed in" in good(finish(process))
 
