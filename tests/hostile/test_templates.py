@@ -86,7 +86,7 @@ def test_it_ends_in_time_and_in_memory(what: str, good: dict[str, Path], bounded
 def test_a_template_that_writes_too_much_skips_the_conversation(
     good: dict[str, Path], bounded: Bounded
 ) -> None:
-    _write(good["template"].parent, CHATML + "{{ 'a' * 17 * 1024 * 1024 }}")
+    _write(good["template"].parent, CHATML + "{{ messages[0].role[:1] * 17825792 }}")
     outcome = bounded.read("template", good["template"])
     assert (outcome["kind"], outcome.get("type")) == ("skip", "too_much_text"), outcome
 
