@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self, TextIO
 
@@ -67,6 +68,18 @@ class Progress:
             self._stream.flush()
         except OSError:
             to_nowhere(self._stream)
+
+
+def in_mib(progress: Progress) -> Callable[[int], None]:
+    """Advances a progress that counts MiB by bytes, whole MiB at a time."""
+    seen = 0
+
+    def advance(count: int) -> None:
+        nonlocal seen
+        before, seen = seen >> 20, seen + count
+        progress.advance((seen >> 20) - before)
+
+    return advance
 
 
 def to_nowhere(stream: TextIO) -> None:

@@ -24,7 +24,7 @@ from pipeline.slate.lock import lock
 from pipeline.slate.log import SAY, open_log
 from pipeline.slate.manifest import Manifest, changed_files, differences, seal_files
 from pipeline.slate.place import HOST, Place
-from pipeline.slate.progress import Progress, duration
+from pipeline.slate.progress import Progress, duration, in_mib
 from pipeline.slate.wipe import MANIFEST, check_wipeable, claim, drop_partials, read_marker, wipe
 
 IDLE_MIB = 16  # what an idle GPU may show as used besides the driver's own reservation
@@ -209,15 +209,7 @@ def _check_input(name: str, path: Path, threads: int) -> Manifest:
     manifest = Manifest.read(path)
     total = sum(file.bytes for file in manifest.files.values()) >> 20
     with Progress(f"checking {name}", total=total, unit="MiB") as progress:
-        seen = 0
-
-        def advance(count: int) -> None:
-            nonlocal seen
-            before = seen >> 20
-            seen += count
-            progress.advance((seen >> 20) - before)
-
-        bad = changed_files(path, manifest, threads=threads, advance=advance)
+        bad = changed_files(path, manifest, threads=threads, advance=in_mib(progress))
     if bad:
         listed = "; ".join(f"{path / file} {what}" for file, what in bad[:3])
         raise Damaged(

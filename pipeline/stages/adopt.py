@@ -22,25 +22,23 @@ from pipeline.adoption.norm import read_norm
 from pipeline.adoption.shards import NO_DUMP, Source, sources_name, write_shards
 from pipeline.adoption.survey import Journal, claims, pool_of, survey
 from pipeline.capture.drive import shard_name
-from pipeline.capture.plan import plan_shards
 from pipeline.slate.files import read_json, write_atomic
 from pipeline.slate.log import SAY
-from pipeline.slate.progress import Progress
+from pipeline.slate.progress import Progress, in_mib
 from pipeline.slate.stage import Outcome, Workspace
 from pipeline.stages.errors import NotProven, StageError, TooFew
 from pipeline.stages.extract import (
     ExtractStage,
     check_complete,
-    counts_of,
     digests_of,
     facts_of,
     spread,
 )
 from pipeline.stages.follow import ADOPTED
 from pipeline.stages.run import Run
+from pipeline.store.index import counts_of
 from pipeline.store.layout import row_bytes, state_fields
-from pipeline.store.reader import DatasetFacts, PreparedSamples, StateDataset
-from pipeline.target.facts import fingerprint
+from pipeline.store.reader import PreparedSamples, StateDataset
 from pipeline.target.tensors import read_embedding, read_head
 
 REQUESTS = "requests.jsonl"
@@ -148,13 +146,9 @@ class AdoptStage(ExtractStage):
 
     def run(self, workspace: Workspace) -> None:
         """Judges every request, then writes every shard that is not there and whole already."""
-        settings, facts, dump = self._settings, self._run.target_facts(), self._dump
+        dump = self._dump
         samples = PreparedSamples.open(self._run.output("prepare"))
-        fields = state_fields(facts.hidden_size, taps=len(settings.taps))
-        shards = plan_shards(
-            samples.entries, row_bytes=row_bytes(fields), shard_bytes=settings.shard_bytes
-        )
-        finished = self._finished(workspace, shards, fields) if workspace.resume else frozenset()
+        shards, finished = self._plan(samples, workspace)
         SAY.info(
             "adopt: %d requests, %d MiB in %s; %d samples%s",
             len(dump.requests),
@@ -203,15 +197,10 @@ class AdoptStage(ExtractStage):
                 todo,
                 folder=workspace.output,
                 threads=self._writers(by_id, verdicts),
-                advance=_in_mib(progress),
+                advance=in_mib(progress),
             )
         self._list(workspace.output, self._outcomes(workspace.output, by_id, left_out, len(shards)))
-        DatasetFacts(
-            facts.hidden_size,
-            settings.taps,
-            fingerprint(self._run.target_folder),
-            len(shards),
-        ).write(workspace.output)
+        self._write_facts(workspace.output, len(shards))
 
     def _writers(
         self, by_id: Mapping[str, Sequence[Request]], verdicts: Mapping[str, Verdict]
@@ -303,18 +292,16 @@ class AdoptStage(ExtractStage):
         )
         return Outcome(
             counts={
-                **counts_of(dataset, read=read),
+                **counts_of(dataset.entries, dataset.skipped),
                 "dump": {"found": found, "adopted": adopted, "refused": dict(outcomes)},
             },
             facts=facts_of(dataset),
-            measured=self._measured(workspace.output, samples, dataset),
+            measured=self._measured(workspace.output, dataset),
             known_digests=digests_of(dataset),
             volatile=lambda name: name == _JOURNAL,
         )
 
-    def _measured(
-        self, output: Path, samples: PreparedSamples, dataset: StateDataset
-    ) -> dict[str, Any]:
+    def _measured(self, output: Path, dataset: StateDataset) -> dict[str, Any]:
         """Scores of what was adopted, and how well its final states predict supervised tokens."""
         journal = Journal(output / _JOURNAL, about={"dump": self._dump.identity()})
         fits = [v for v in journal.read(self._dump.requests).values() if v.outcome == FITS]
@@ -327,27 +314,15 @@ class AdoptStage(ExtractStage):
         }
         chosen = spread(dataset.entries, self._settings.logprob_samples)
         head, values = self._judge.head, []
-        for entry in (entry for entry in samples.entries if entry.id in chosen):
-            sample = samples.read(entry)
-            rows = sample.supervised[1:].nonzero()[:_MEASURED_ROWS, 0]
+        for entry in (entry for entry in dataset.entries if entry.id in chosen):
+            states = dataset.read(entry)
+            rows = states.supervised[1:].nonzero()[:_MEASURED_ROWS, 0]
             if len(rows):
-                final = dataset.read(next(e for e in dataset.entries if e.id == entry.id)).final
-                labels = sample.input_ids[rows + 1].long()
-                values.append(float(log_probabilities(final[rows], labels, head).mean()))
+                labels = states.input_ids[rows + 1].long()
+                values.append(float(log_probabilities(states.final[rows], labels, head).mean()))
         return {
             "scores": scores,
             "supervised_log_probability_samples": len(values),
             "supervised_log_probability_nats": round(sum(values) / max(1, len(values)), 4),
             "files": list(FILES),
         }
-
-
-def _in_mib(progress: Progress) -> Any:
-    seen = 0
-
-    def advance(count: int) -> None:
-        nonlocal seen
-        before, seen = seen >> 20, seen + count
-        progress.advance((seen >> 20) - before)
-
-    return advance

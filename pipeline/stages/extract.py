@@ -35,7 +35,7 @@ from pipeline.stages.extract_server import (
 from pipeline.stages.run import Run, device_of
 from pipeline.stages.train import drafter_config
 from pipeline.store.errors import ShardDamaged
-from pipeline.store.index import Entry, Sample, ShardIndex
+from pipeline.store.index import Entry, Sample, ShardIndex, counts_of
 from pipeline.store.layout import row_bytes, state_fields
 from pipeline.store.reader import (
     DatasetFacts,
@@ -141,21 +141,30 @@ class ExtractStage:
 
     def run(self, workspace: Workspace) -> None:
         """Captures every shard that is not there and whole already."""
-        settings, facts = self._settings, self._run.target_facts()
         samples = PreparedSamples.open(self._run.output("prepare"))
-        fields = state_fields(facts.hidden_size, taps=len(settings.taps))
+        shards, finished = self._plan(samples, workspace)
+        measured = spread(samples.entries, self._settings.logprob_samples)
+        self.capture(workspace, shards, finished=finished, logprob_ids=measured)
+        self._write_facts(workspace.output, len(shards))
+
+    def _plan(
+        self, samples: PreparedSamples, workspace: Workspace
+    ) -> tuple[list[list[Entry]], frozenset[int]]:
+        """The samples of each shard, and the numbers of shards that are there and whole already."""
+        fields = state_fields(self._run.target_facts().hidden_size, taps=len(self._settings.taps))
         shards = plan_shards(
-            samples.entries, row_bytes=row_bytes(fields), shard_bytes=settings.shard_bytes
+            samples.entries, row_bytes=row_bytes(fields), shard_bytes=self._settings.shard_bytes
         )
         finished = self._finished(workspace, shards, fields) if workspace.resume else frozenset()
-        measured = spread(samples.entries, settings.logprob_samples)
-        self.capture(workspace, shards, finished=finished, logprob_ids=measured)
+        return shards, finished
+
+    def _write_facts(self, output: Path, shards: int) -> None:
         DatasetFacts(
-            facts.hidden_size,
-            settings.taps,
+            self._run.target_facts().hidden_size,
+            self._settings.taps,
             fingerprint(self._run.target_folder),
-            len(shards),
-        ).write(workspace.output)
+            shards,
+        ).write(output)
 
     def capture(
         self,
@@ -310,7 +319,7 @@ class ExtractStage:
             greatest,
         )
         return Outcome(
-            counts=counts_of(dataset, read=read),
+            counts=counts_of(dataset.entries, dataset.skipped),
             facts=facts_of(dataset),
             measured={
                 "logprob_samples": len(differences),
@@ -348,20 +357,6 @@ def spread(entries: Sequence[Entry], count: int) -> frozenset[str]:
     return (
         frozenset(usable[i * len(usable) // count] for i in range(count)) if count else frozenset()
     )
-
-
-def counts_of(dataset: StateDataset, *, read: int) -> dict[str, Any]:
-    """Counts of a seal over states; read: samples that were prepared."""
-    return {
-        "read": read,
-        "kept": len(dataset.entries),
-        "skipped": dict(Counter(reason for _, reason in dataset.skipped)),
-        "rows": sum(entry.length for entry in dataset.entries),
-        "rows_per_split": {
-            split: sum(entry.length for entry in dataset.entries if entry.split == split)
-            for split in ("train", "held_out")
-        },
-    }
 
 
 def facts_of(dataset: StateDataset) -> dict[str, Any]:

@@ -37,9 +37,11 @@ def stage_of(name: str, run: Run, *, follow: bool = True) -> Stage:
 
     follow: off for a stage that starts over. KeyError when unknown.
     """
+    if name == ADOPT:
+        return AdoptStage(run)
     output = run.output(name)
-    if name == ADOPT or not (follow and name == "extract" and is_adopted(output)):
-        return AdoptStage(run) if name == ADOPT else STAGES[name](run)
+    if not (follow and name == "extract" and is_adopted(output)):
+        return STAGES[name](run)
     recorded = recorded_settings(output)["dump"]
     sealed = (output / MANIFEST).is_file()
     return AdoptStage(run, dump=Path(recorded["path"]), sealed=recorded if sealed else None)

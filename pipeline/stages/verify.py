@@ -2,14 +2,13 @@
 
 import errno
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pipeline.faults import Fault
 from pipeline.slate.errors import SlateError
@@ -19,7 +18,7 @@ from pipeline.slate.manifest import Manifest, changed_files, differences
 from pipeline.slate.progress import Progress
 from pipeline.slate.wipe import MANIFEST, MARKER, marker_value
 from pipeline.store.check import BadSample, StatesWatch, differing_samples
-from pipeline.store.index import Entry, Sample, ShardIndex
+from pipeline.store.index import Entry, Sample, ShardIndex, counts_of
 from pipeline.store.layout import SAMPLE_FIELDS, Field, state_fields
 from pipeline.store.reader import PreparedSamples
 
@@ -44,9 +43,7 @@ class Problem:
     `chain`, made from another input.
     """
 
-    kind: Literal[
-        "file", "rows", "extra", "leftover", "marker", "spelling", "seal", "counts", "chain"
-    ]
+    kind: Kind
     file: str
     what: str
     samples: tuple[BadSample, ...] = ()
@@ -319,15 +316,9 @@ def _counts(manifest: Manifest, shards: Shards, prepared: _Prepared) -> Iterator
         return
     entries, counts = shards.entries, manifest.counts
     skipped = [pair for name in sorted(shards.indexes) for pair in shards.indexes[name].skipped]
-    rows = {
-        split: sum(entry.length for entry in entries if entry.split == split)
-        for split in ("train", "held_out")
-    }
-    wanted: dict[str, Any] = {"kept": len(entries)}
-    if manifest.stage == "extract":
-        reasons = dict(Counter(reason for _, reason in skipped))
-        wanted |= {"read": len(entries) + len(skipped), "rows": sum(rows.values())}
-        wanted |= {"skipped": reasons, "rows_per_split": rows}
+    wanted = counts_of(entries, skipped)
+    if manifest.stage == "prepare":  # what it left out is in no index
+        wanted = {"kept": wanted["kept"]}
     for line in differences(wanted, {key: counts.get(key) for key in wanted}):
         yield Problem("counts", MANIFEST, f"counts other things than lie in the shards: {line}")
     if len({entry.id for entry in entries}) != len(entries):

@@ -1,7 +1,8 @@
 """What is in a shard: one entry a sample, and the digest that ties an entry to its rows."""
 
 import hashlib
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, get_args
@@ -105,6 +106,20 @@ def _damaged(path: Path, what: str) -> ShardDamaged:
         wanted="an index as this version writes it, samples end to end",
         next_step=f"make verify says what else is damaged; make {path.parent.name} makes it anew",
     )
+
+
+def counts_of(entries: Sequence[Entry], skipped: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """Counts of a seal over states; skipped: (sample id, reason). read = kept + skipped."""
+    return {
+        "read": len(entries) + len(skipped),
+        "kept": len(entries),
+        "skipped": dict(Counter(reason for _, reason in skipped)),
+        "rows": sum(entry.length for entry in entries),
+        "rows_per_split": {
+            split: sum(entry.length for entry in entries if entry.split == split)
+            for split in ("train", "held_out")
+        },
+    }
 
 
 def sample_digest(fields: tuple[Field, ...], rows: Mapping[str, Tensor]) -> str:
