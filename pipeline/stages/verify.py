@@ -29,7 +29,6 @@ LEFTOVER = ".repair.partial"  # the folder below `extract` in which a repair wor
 _SHARD, _INDEX = ".safetensors", ".json"
 _NAMED = 20  # samples of one file on the screen; JSON has all
 _CANNOT_WRITE = (errno.EROFS, errno.EACCES, errno.EPERM)  # then nobody works there either
-_READERS = 2  # a core: one is hashed while the disk fetches for another
 Kind = Literal["file", "rows", "extra", "leftover", "marker", "spelling", "seal", "counts", "chain"]
 
 
@@ -279,7 +278,7 @@ def _bytes(
         changed = changed_files(
             output,
             manifest,
-            threads=_READERS * threads,
+            threads=threads,
             advance=progress.advance,
             direct=True,
             watch=watch,
