@@ -94,7 +94,7 @@ def test_extract_killed_and_resumed_gives_the_digest_of_an_uninterrupted_run(
     assert project.manifest("extract").digest == straight.manifest("extract").digest
 
 
-LONG = ("--set", "train.epochs=60", "--set", "train.checkpoint_every_steps=3")
+LONG = ("--set", "train.epochs=20", "--set", "train.checkpoint_every_steps=3")
 
 
 def losses(project: Project) -> list[float]:
