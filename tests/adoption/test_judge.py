@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipeline.adoption.dump import Dump
+from pipeline.adoption.judge import in_order, take
+from pipeline.adoption.torch_file import Unfit
 from tests.adoption.conftest import Captured, Four, write_request
 
 Judged = Callable[[Callable[[int], Four | None]], list[str]]
@@ -76,6 +79,16 @@ def test_rows_moved_by_one_in_one_file_are_found(
     assert judged(moved) == [reason] * 8
 
 
+def test_rows_that_are_as_like_their_neighbours_as_their_own_are_mixed() -> None:
+    seeded = torch.Generator().manual_seed(0)
+    walk = torch.randn(64, 64, generator=seeded).cumsum(0)
+    noise = [share * torch.randn(64, 64, generator=seeded) for share in (0.3, 0.2, 0.1)]
+    *aux, final = [*(walk + one for one in noise), walk]
+    assert len(in_order([*aux, final])) == 3
+    with pytest.raises(Unfit, match="mixed"):
+        in_order([aux[0].roll(1, 0), *aux[1:], final])
+
+
 def test_rows_moved_by_one_in_all_files_fit_nothing(captured: Captured, judged: Judged) -> None:
     found = judged(lambda n: [one.roll(1, 0) for one in captured.states[n]])
     assert set(found) <= {"no_match", "short"}
@@ -110,9 +123,14 @@ def test_states_of_other_texts_match_no_sample(captured: Captured, judged: Judge
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_other_float_types_are_rounded_as_extract_rounds(
-    captured: Captured, judged: Judged, dtype: torch.dtype
+    captured: Captured, judged: Judged, tmp_path: Path, dtype: torch.dtype
 ) -> None:
     assert judged(lambda n: [one.to(dtype) for one in captured.states[n]]) == ["fits"] * 8
+    judge, request = captured.judge_of(tmp_path / "dump"), Dump.scan(tmp_path / "dump").requests[0]
+    found = take(tmp_path / "dump", request, judge.judge(request).pieces, judge.norm)
+    for one, other in zip(found, captured.states[0], strict=True):
+        assert one.dtype == torch.bfloat16
+        assert torch.equal(one, other.to(dtype).bfloat16())
 
 
 def spoilt(captured: Captured, number: int, file: int, row: int, value: float) -> Four:

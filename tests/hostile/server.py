@@ -1,4 +1,4 @@
-"""A process that reads spoilt files, with 1 GiB of memory more than it starts with, templates 2 s.
+"""A process that reads spoilt files, with 1 GiB more than it starts with; templates: 2 s, 256 MiB.
 
 A line in: {"reader", "path"} or {"cli": [arguments]}. A line out: {"kind": read | skip | fault |
 crash | exit, ...}. What no `except` can stop (an abort, an endless loop) ends this process, not the
@@ -55,7 +55,7 @@ def _command(arguments: list[str]) -> dict[str, Any]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    template.SECONDS = 2.0
+    template.SECONDS, template.ROOM_BYTES = 2.0, 1 << 28
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     with Path("/proc/self/statm").open() as statm:

@@ -40,7 +40,9 @@ BYTES: dict[str, tuple[str, bytes]] = {
     "an integer that is none": ("profile", b"train: {epochs: !!int x}"),
     "an override that repeats itself": ("override", b"train=[&a [1, *a]]"),
     "a tag that would make an object": ("profile", b"run: !!python/object/apply:os.getcwd []"),
-    "a host that repeats itself 2^40 times": ("ready_host", LAUGHS.encode()),
+    "a host that repeats itself 2^40 times": (
+        "ready_host", f"{LAUGHS}\nready_host: {{gpus: *a11}}".encode()
+    ),
     "a vocabulary with a header of 2^60 bytes": ("vocabulary", struct.pack("<Q", 2**60) + b"{}"),
     "GGUF with 10^18 keys": ("gguf", struct.pack("<4sIQQ", b"GGUF", 3, 0, 10**18)),
     "GGUF with 10^18 tensors": ("gguf", struct.pack("<4sIQQ", b"GGUF", 3, 10**18, 0)),
@@ -83,9 +85,6 @@ INDEX = "samples-00000.json"
 CHANGES: dict[str, Callable[[dict[str, Path]], str]] = {
     "10^18 rows": in_json("prepared", INDEX, "rows", value=10**18),
     "a sample of 10^18 rows": in_json("prepared", INDEX, "entries", 0, "length", value=10**18),
-    "a shard elsewhere": in_json("prepared", INDEX, "shard", value="../../etc/passwd"),
-    "a shard that is the folder above": in_json("prepared", INDEX, "shard", value=".."),
-    "a shard with a zero byte": in_json("prepared", INDEX, "shard", value="a\0b"),
     "an id that is a list": in_json("prepared", INDEX, "entries", 0, "id", value=["s-0"]),
     "a million taps": in_json("states", "dataset.json", "taps", value=list(range(10**6))),
     "10^18 layers": in_json("target_model", "", "num_hidden_layers", value=10**18),
@@ -106,11 +105,13 @@ def test_a_value_that_cannot_be_is_refused(
     assert outcome["kind"] == "fault", outcome.get("trace", outcome)
 
 
+@pytest.mark.parametrize("name", ["../outside", "..", "a\0b"])
 def test_an_index_that_names_another_shard_throughout_is_refused(
-    good: dict[str, Path], bounded: Bounded
+    name: str, good: dict[str, Path], bounded: Bounded
 ) -> None:
     index = good["shard_index"]
-    index.write_text(index.read_text().replace("samples-00000.safetensors", "../outside"))
+    said = json.dumps(name)[1:-1]
+    index.write_text(index.read_text().replace("samples-00000.safetensors", said))
     good["prepared"].rename(index.parent.parent / "outside")
     outcome = bounded.read("prepared", good["prepared"])
     assert (outcome["kind"], outcome.get("type")) == ("fault", "ShardDamaged"), outcome
@@ -156,7 +157,9 @@ def test_a_file_that_is_mostly_a_hole_is_not_read_whole(
     reader: str, size: int, good: dict[str, Path], bounded: Bounded
 ) -> None:
     os.truncate(good[reader], size)
-    assert bounded.read(reader, good[reader])["kind"] == "fault"
+    outcome = bounded.read(reader, good[reader])
+    assert outcome["kind"] == "fault", outcome
+    assert f"{size} bytes, at most" in outcome["parts"][0]
 
 
 def test_a_device_in_place_of_a_file_is_not_read(good: dict[str, Path], bounded: Bounded) -> None:
@@ -183,10 +186,10 @@ PACKED = {
     "a line of 200 MiB": ("talks.jsonl.gz", packed((b"a" * 1024, 200 * 1024)), "read"),
     "20 million empty lists in a line": (
         "talks.jsonl.gz", packed((b'{"messages":[', 1), (b"[],", 20_000_000)), "read"),
-    "5 million empty lists in a record": (
-        "talks.json.gz", packed((b'[{"messages":[', 1), (b"[],", 5_000_000)), "fault"),
-    "5 million empty lists in one record": (
-        "talks.json.gz", packed((b'{"messages":[\n', 1), (b"[],", 5_000_000)), "read"),
+    "20 million empty lists in a record": (
+        "talks.json.gz", packed((b'[{"messages":[', 1), (b"[],", 20_000_000)), "fault"),
+    "20 million empty lists in one record": (
+        "talks.json.gz", packed((b'{"messages":[\n', 1), (b"[],", 20_000_000)), "read"),
     "brackets without an end": ("talks.json.gz", packed((b"[", 10_000_000)), "fault"),
     "a string without an end": ("talks.json.gz", packed((b'["', 1), (b"a", 2**27)), "fault"),
     "a cut stream": ("talks.jsonl.gz", gzip.compress(b'{"messages": []}\n' * 9999)[:-9], "fault"),

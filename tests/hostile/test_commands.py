@@ -44,9 +44,11 @@ def test_every_hostile_record_is_counted_and_no_name_reaches_the_terminal_as_it_
     talks.write_text("".join(f"{line}\n" for line, _ in LINES))
     at = ("--set", f"run.root={tmp_path / 'runs'}", "--input", str(talks))
     tiny = ("prepare", "--profile", "tiny", *at, "--set", "prepare.least_kept_share=0.1")
+    said = said_in_words(bounded.command(*tiny, "--input", f"{talks}.gz"))
+    assert "\\x1b[31m.jsonl.gz" in said
+    assert "\x1b" not in said
     outcome = bounded.command(*tiny)
     assert outcome.get("status") == 0, outcome
-    assert "\x1b" not in outcome["said"]
     counts = Manifest.read(tmp_path / "runs" / "tiny" / "prepare").counts
     assert (counts["read"], counts["kept"]) == (12, 4)
     assert counts["skipped"] == {

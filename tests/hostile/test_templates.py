@@ -37,6 +37,7 @@ OVERRUNS = {
     "a string of 10^10": "{{ 'a' * 10**10 }}",
     "a list of 10^10": "{{ [0] * 10**10 }}",
     "a string of 10^10 at run time": "{% set n = 10**10 %}{{ messages[0]['content'] * n }}",
+    "a string that only the wall of templates stops": "{{ messages[0]['content'] * 150000000 }}",
     "a padded string of 10^10": "{{ 'a'.ljust(10**10) }}",
     "a formatted number of 10^10": "{{ '%010000000000d' % 1 }}",
     "a string doubled 60 times": "{% set ns = namespace(x='aa') %}{% for i in range(60) %}"
