@@ -52,7 +52,8 @@ label_of() {
   docker image inspect --format "{{index .Config.Labels \"$2\"}}" "$1" 2>/dev/null || true
 }
 
-# mount ro|rw SOURCE TARGET: adds to mounts. Where the host has no SOURCE, the stage will say so.
+# mount ro|rw|alone SOURCE TARGET: adds to mounts; alone is ro without what links lead to. Where the
+# host has no SOURCE, the stage will say so.
 mount() {
   local readonly=,readonly link real
   [ "$1" = rw ] && readonly=
@@ -207,7 +208,7 @@ while IFS= read -r line <&3; do
   mount) way="$value" ;;
   source) source="$value" ;;
   target)
-    [ "$way" = ro ] || mkdir -p -- "$source" ||
+    [ "$way" != rw ] || mkdir -p -- "$source" ||
       fail "$source cannot be made" "a folder for runs" "set run.root to another one"
     mount "$way" "$source" "$value" ;;
   argument) arguments+=("$value") ;;

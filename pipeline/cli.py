@@ -12,6 +12,7 @@ from pydantic_core import to_jsonable_python
 from pipeline.containers.images import BuiltImages, check_same_code
 from pipeline.containers.lines import lines_of
 from pipeline.containers.plan import (
+    ADOPT,
     FACTS,
     REPAIR,
     STAGES,
@@ -33,6 +34,7 @@ from pipeline.settings.model import Settings
 from pipeline.slate.door import guard
 from pipeline.slate.place import Place
 from pipeline.slate.wipe import MANIFEST, read_marker
+from pipeline.stages.follow import recorded_tokens, unfinished_dump
 from pipeline.stages.nccl_file import unseen_nccl
 from pipeline.stages.overrides import engine_overrides, source_overrides
 
@@ -191,6 +193,7 @@ def verify(
     input_path: Input = "",
     answers: Answers = "",
     as_json: AsJson = False,
+    container: ContainerName = "",
 ) -> None:
     """Re-read everything that is sealed; exit 1 and name what is damaged and what to do."""
     loaded = _load(profile, overrides, input_path, answers)
@@ -198,7 +201,9 @@ def verify(
     from pipeline.stages.verify import report, verify_run
 
     run = Run(loaded.settings)
-    verdicts = verify_run(run.folder, stages=STAGES, threads=run.threads)
+    verdicts = verify_run(
+        run.folder, stages=STAGES, threads=run.threads, container=container or None
+    )
     for line in report(verdicts, folder=run.folder, stages=STAGES, as_json=as_json):
         typer.echo(line)
     if any(verdict.problems for verdict in verdicts):
@@ -365,10 +370,13 @@ def container_plan(
         extra += engine_overrides("export" if stage == "serve" else stage, engine, folder=folder)
     settings = load_settings(profile, overrides=[*extra, *overrides]).settings
     sealed = {name for name in STAGES if (folder / name / MANIFEST).is_file()}
+    follows = stage in (*STAGES, ADOPT)
     request = Request(
         stage=stage,
         profile=str(files[0]) if files else profile,
         files=files,
+        tokens=recorded_tokens(folder / "prepare", {}) if follows else None,
+        dump=unfinished_dump(folder / "extract") if follows else None,
         overrides=[*extra, *overrides],
         resume=resume,
         as_json=as_json,

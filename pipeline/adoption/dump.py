@@ -56,7 +56,7 @@ class Dump:
     @classmethod
     def scan(cls, root: Path) -> Self:
         """Lists a dump. AdoptionError when it is none."""
-        root = root.resolve()
+        root = root.absolute()  # not resolved: a container sees a mount there and no link
         try:
             names = os.listdir(root)  # noqa: PTH208  names alone
         except OSError as error:

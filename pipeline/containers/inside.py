@@ -1,6 +1,7 @@
 """The same settings, as they are true inside a container."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ def inside_overrides(settings: Settings) -> list[str]:
     for keys in PATH_KEYS:
         value, key = value_of(settings, keys), ".".join(keys)
         if isinstance(value, Path) and not value.is_absolute() and key not in lent:
-            found.append(f"{key}={json.dumps(str(value.absolute()), ensure_ascii=False)}")
+            plain = os.path.abspath(value)  # noqa: PTH100  without "..": see stages/overrides.py
+            found.append(f"{key}={json.dumps(plain, ensure_ascii=False)}")
     for key in _GPU_KEYS:
         if gpus := value_of(settings, key.split(".")):
             found.append(f"{key}={list(range(len(gpus)))}")

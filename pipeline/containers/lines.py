@@ -9,8 +9,8 @@ from pipeline.containers.plan import Container, Mount
 def lines_of(containers: Sequence[Container], *, folder: Path) -> Iterator[str]:
     """The run's folder, then for each container what it is, what it sees, and `start`.
 
-    A mount is three lines: `mount ro|rw`, `source`, `target`. ContainerError was raised before for
-    anything with a line break.
+    A mount is three lines: `mount ro|rw|alone` (to read, without what its links lead to), `source`,
+    `target`. ContainerError was raised before for anything with a line break.
     """
     yield f"run {folder}"
     for container in containers:
@@ -27,6 +27,6 @@ def lines_of(containers: Sequence[Container], *, folder: Path) -> Iterator[str]:
 
 
 def _mount_lines(mount: Mount) -> Iterator[str]:
-    yield f"mount {'rw' if mount.writable else 'ro'}"
+    yield f"mount {'rw' if mount.writable else 'ro' if mount.links else 'alone'}"
     yield f"source {mount.source}"
     yield f"target {mount.target}"

@@ -59,14 +59,17 @@ class Caller:
 class Request:
     """What was asked for: the profile as the inner command gets it, with all overrides, resolved.
 
-    files: of the profile, where it does not ship, and of those that it extends. begun: stages whose
-    output is there but not sealed; sealed: those that are.
+    files: of the profile, where it does not ship, and of those that it extends. tokens, dump: what
+    the run was prepared from and is being adopted from, as itself says. begun: stages whose output
+    is there but not sealed; sealed: those that are.
     """
 
     stage: str
     profile: str
     overrides: Sequence[str] = ()
     files: Sequence[Path] = ()
+    tokens: Path | None = None
+    dump: Path | None = None
     resume: bool = False
     as_json: bool = False
     begun: Collection[str] = ()
@@ -75,11 +78,15 @@ class Request:
 
 @dataclass(frozen=True)
 class Mount:
-    """A file or folder of the host that a container sees; left out where the host has none."""
+    """A file or folder of the host that a container sees; left out where the host has none.
+
+    links: whether what its links lead to is seen as well.
+    """
 
     source: Path
     target: Path
     writable: bool = False
+    links: bool = True
 
 
 @dataclass(frozen=True)
@@ -183,7 +190,7 @@ def _container(
             next_step="make images, or settings without GPUs and extract.server.device=cpu",
         )
     name = container_name(stage, settings.folder)
-    mounts = _mounts(stage, settings, request.files, caller)
+    mounts = _mounts(stage, settings, request, caller)
     limits = _limits(stage, settings, gpus=gpus, compiles=kind == "extractor" or bool(gpus))
     labels = {} if stage == SHOW else _labels(stage, settings, built)
     arguments = [
@@ -216,16 +223,16 @@ def _labels(stage: str, settings: Settings, built: BuiltImages) -> dict[str, str
     }
 
 
-def _mounts(
-    stage: str, settings: Settings, files: Sequence[Path], caller: Caller
-) -> tuple[Mount, ...]:
+def _mounts(stage: str, settings: Settings, request: Request, caller: Caller) -> tuple[Mount, ...]:
     """The run's root to write; the profile, what it names, and what pip needs, to read."""
     source = settings.target.source
-    read = [*files, settings.prepare.input, settings.train.warm_start, settings.run.nccl]
+    read = [*request.files, settings.prepare.input, settings.train.warm_start, settings.run.nccl]
     read += [source.path] if isinstance(source, Folder) else []
-    read += [settings.prepare.tokens, settings.adopt.dump]
+    read += [settings.prepare.tokens, request.tokens]
     shown = [path.absolute() for path in read if path and not path.is_relative_to(PROFILES.parent)]
     mounts = [Mount(path, path) for path in shown]
+    dumps = [path.absolute() for path in (settings.adopt.dump, request.dump) if path]
+    mounts += [Mount(path, path, links=False) for path in dumps]  # they are judged, not followed
     mounts.append(Mount(caller.facts, FACTS))
     if host := settings.run.host:
         mounts.append(Mount(_on_host(host, caller), HOST_FILE))
@@ -309,12 +316,12 @@ def _command(stage: str, name: str, settings: Settings, request: Request) -> Ite
         stage != request.stage and stage in request.begun
     ):
         yield "--resume"
-    if request.as_json and stage == VERIFY:
-        yield "--json"
     if stage in (*STAGES, SERVE, REPAIR, ADOPT):
         yield from ("--image-facts", str(FACTS))
-    if stage in (*STAGES, SERVE, CLEAN, REPAIR, ADOPT):
+    if stage in (*STAGES, SERVE, CLEAN, VERIFY, REPAIR, ADOPT):
         yield from ("--container", name)
+    if request.as_json and stage == VERIFY:
+        yield "--json"
 
 
 def _quoted(field: str) -> str:

@@ -105,7 +105,7 @@ class AdoptStage(ExtractStage):
 
     def check(self) -> int:
         """The target fits, dump and run do not overlap, and some requests that are tried fit."""
-        root, folder = self._dump.root, self._run.folder.resolve()
+        root, folder = self._dump.root.resolve(), self._run.folder.resolve()
         if root.is_relative_to(folder) or folder.is_relative_to(root):
             raise StageError(
                 f"the dump {root} and the run {folder} lie in one another",

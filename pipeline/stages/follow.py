@@ -42,6 +42,13 @@ def recorded_tokens(output: Path, origins: Mapping[str, str]) -> Path | None:
     return Path(tokens["path"]) if isinstance(tokens, Mapping) else None
 
 
+def unfinished_dump(output: Path) -> Path | None:
+    """The dump of an adoption that was begun and is not sealed: whoever goes on reads it."""
+    if (output / MANIFEST).is_file() or not is_adopted(output):
+        return None
+    return Path(recorded_settings(output)["dump"]["path"])
+
+
 def tokens_identity(path: Path, *, output: Path) -> dict[str, str]:
     """Path and digest of a file of token ids, or of each in a folder.
 

@@ -1,6 +1,7 @@
 """What options of the front set: sources, and the engine that a stage and those before it get."""
 
 import json
+import os
 from pathlib import Path
 
 from pipeline.containers.plan import REPAIR
@@ -24,7 +25,8 @@ def source_overrides(source: str, answers: str, *, samples: str = "", dump: str 
 
 
 def _absolute(path: str) -> str:
-    return json.dumps(str(Path(path).absolute()), ensure_ascii=False)
+    # Without "..": in a container the folders on the way to a mount are not there.
+    return json.dumps(os.path.abspath(path), ensure_ascii=False)  # noqa: PTH100
 
 
 def engine_overrides(stage: str, engine: str, *, folder: Path) -> list[str]:

@@ -81,22 +81,25 @@ class Shards:
         return [entry for name in sorted(self.indexes) for entry in self.indexes[name].entries]
 
 
-def verify_run(folder: Path, *, stages: Sequence[str], threads: int) -> list[Verdict]:
+def verify_run(
+    folder: Path, *, stages: Sequence[str], threads: int, container: str | None = None
+) -> list[Verdict]:
     """Looks at every output of a run, in the order of the stages; one that is absent is left out.
 
+    container: the name of the one that this process runs in, for who finds the run in use.
     LockHeld while another process works on it. A disk that became read-only can be looked at too.
     """
     if not folder.is_dir():
         return []
-    with _held(folder):
+    with _held(folder, container):
         return look(folder, stages=stages, threads=threads)
 
 
 @contextmanager
-def _held(folder: Path) -> Iterator[None]:
+def _held(folder: Path, container: str | None) -> Iterator[None]:
     with ExitStack() as stack:
         try:
-            stack.enter_context(lock(folder, purpose="verify"))
+            stack.enter_context(lock(folder, purpose="verify", container=container))
         except SlateError as refused:
             cause = refused.__cause__
             if not (isinstance(cause, OSError) and cause.errno in _CANNOT_WRITE):

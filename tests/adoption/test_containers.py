@@ -1,7 +1,11 @@
 """`adopt` in a container: the dump to read, the run to write, and nothing else."""
 
+import json
 from pathlib import Path
 
+from pipeline.containers.lines import lines_of
+from pipeline.slate.wipe import MARKER, marker_value
+from pipeline.stages.follow import recorded_tokens, unfinished_dump
 from tests.containers.test_plan import planned
 
 
@@ -16,3 +20,26 @@ def test_adopt_needs_the_samples_and_gets_the_dump_to_read(tmp_path: Path) -> No
     mounts = {str(mount.source): mount.writable for mount in found.mounts}
     assert mounts[str(tmp_path / "dump")] is False
     assert [path for path, writable in mounts.items() if writable] == ["/data/runs"]
+    lines = [*lines_of([found], folder=Path("/data/runs/kimi-k2.5"))]
+    # Links in it are judged, not followed: what they lead to is not for the container.
+    assert lines[lines.index(f"source {tmp_path / 'dump'}") - 1] == "mount alone"
+
+
+def begin(output: Path, settings: dict[str, object]) -> None:
+    output.mkdir()
+    marker = marker_value(output.name, {"settings": settings})
+    (output / MARKER).write_text(json.dumps(marker))
+
+
+def test_what_was_begun_is_gone_on_with_without_naming_it_again(tmp_path: Path) -> None:
+    prepare, extract = tmp_path / "prepare", tmp_path / "extract"
+    assert (recorded_tokens(prepare, {}), unfinished_dump(extract)) == (None, None)
+    begin(prepare, {"tokens": {"path": "/old/samples.jsonl"}})
+    begin(extract, {"engine": "adopted", "dump": {"path": "/old/dump"}})
+    tokens, dump = recorded_tokens(prepare, {}), unfinished_dump(extract)
+    begun = ("prepare", "extract")
+    for container in planned("train", "tiny", begun=begun, tokens=tokens, dump=dump):
+        shown = {str(mount.source): mount.writable for mount in container.mounts}
+        assert (shown["/old/samples.jsonl"], shown["/old/dump"]) == (False, False)
+    (extract / "manifest.json").write_text("{}")
+    assert unfinished_dump(extract) is None

@@ -52,6 +52,20 @@ def run(whole: ContainerRun, tmp_path: Path) -> Iterator[ContainerRun]:
 
 
 @pytest.fixture
+def handed(
+    whole: ContainerRun, tmp_path: Path, request: pytest.FixtureRequest
+) -> tuple[ContainerRun, dict[str, Any]]:
+    """A copy of the whole run, and options for its owner: where root asks, that is another user."""
+    found, options = ContainerRun(tmp_path, whole.profile), {}
+    if os.geteuid() == 0:
+        found, options = request.getfixturevalue("stranger")
+    shutil.copytree(whole.root, found.root)
+    for path in (found.root, *found.root.rglob("*")):
+        os.chown(path, options.get("user", -1), options.get("group", -1))
+    return found, options
+
+
+@pytest.fixture
 def stranger() -> Iterator[tuple[ContainerRun, dict[str, Any]]]:
     """A run of another user, who may use the engine, and what starts a process as that user."""
     if os.geteuid() != 0:

@@ -70,6 +70,16 @@ class ContainerRun:
             time.sleep(0.1)
         raise AssertionError(f"no container of {stage} within {START_SECONDS:.0f} s")
 
+    def created(self, stage: str, process: subprocess.Popen[str]) -> dict[str, Any]:
+        """Waits for the container of a stage; gives what the engine says of it."""
+        ours = (f"label=cleanslate.run={self.folder}", f"label=cleanslate.stage={stage}")
+        filters = [part for one in ours for part in ("--filter", one)]
+        while process.poll() is None:
+            if name := docker("ps", "--all", *filters, "--format", "{{.Names}}").strip():
+                return dict(json.loads(docker("inspect", name))[0])
+            time.sleep(0.1)
+        raise AssertionError(f"no container of {stage}: {process.communicate()}")
+
     def digest(self, stage: str) -> str:
         return Manifest.read(self.folder / stage).digest
 

@@ -356,6 +356,9 @@ def test_paths_of_overrides_become_absolute(
     settings = load_settings("tiny", overrides=["run.root=my runs"]).settings
     found = plan(settings, Request("target", "tiny"), caller=CALLER, built=built())[-1]
     assert f'run.root="{tmp_path}/my runs"' in sets(found)
+    settings = load_settings("tiny", overrides=["prepare.input=../talks"]).settings
+    found = plan(settings, Request("target", "tiny"), caller=CALLER, built=built())[-1]
+    assert f'prepare.input="{tmp_path.parent}/talks"' in sets(found)
     assert "extract.server.python=/opt/cleanslate/bin/python" in sets(found)
 
 

@@ -1,5 +1,6 @@
 """Stages in real containers: the same bytes as on the host, and nothing left behind."""
 
+import json
 import os
 import shutil
 import signal
@@ -12,14 +13,19 @@ import pytest
 from pipeline.containers.plan import STAGES
 from pipeline.slate.files import sha256_file
 from pipeline.slate.manifest import Manifest
+from pipeline.store.reader import StateDataset
+from tests.adoption.conftest import write_request
 from tests.containers.launcher import ROOT, ContainerRun, docker, good, local, press_ctrl_c, refused
+from tests.stages.sealing import first_index, flip, place
 
 LONG = ("--set", "train.epochs=2000")  # a training that a test has time to disturb
 SHORT = ("--set", "train.epochs=100")  # half a minute: a loaded machine is in time to stop it
 
 
-def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
-    out, error = process.communicate(timeout=120)
+def finish(
+    process: subprocess.Popen[str], *, seconds: float = 120
+) -> subprocess.CompletedProcess[str]:
+    out, error = process.communicate(timeout=seconds)
     return subprocess.CompletedProcess(process.args, process.returncode, out, error)
 
 
@@ -100,6 +106,95 @@ def test_files_belong_to_who_asked(stranger: tuple[ContainerRun, dict[str, Any]]
     files = [run.root, *run.root.rglob("*")]
     assert len(files) > 5
     assert {(path.stat().st_uid, path.stat().st_gid) for path in files} == {(4242, 4243)}
+
+
+def test_a_lost_row_is_named_as_json_and_captured_again(
+    handed: tuple[ContainerRun, dict[str, Any]],
+) -> None:
+    run, options = handed
+    output = run.folder / "extract"
+    sealed, owner = run.digest("extract"), run.root.stat()
+    found = json.loads(good(run.run("verify", "--json", **options)))
+    assert found["whole"] is True
+    assert [one["state"] for one in found["stages"]] == ["whole"] * len(STAGES)
+    held = json.loads((run.folder / ".lock").read_text())  # a process id of there says nothing here
+    assert (held["purpose"], held["container"][:16]) == ("verify", "cleanslate-mine-")
+    index = first_index(output)
+    lost = index.entries[3]
+    flip(output / index.shard, place(lost, index.rows, "tap_1", 1))
+    done = run.run("verify", "--json", **options)
+    assert done.returncode == 1, done.stderr
+    found = json.loads(done.stdout)
+    assert found["whole"] is False
+    problems = [problem for one in found["stages"] for problem in one["problems"]]
+    assert [bad["id"] for problem in problems for bad in problem["samples"]] == [lost.id]
+    said = good(run.run("repair", **options))
+    assert "repair: 1 samples in 1 shards are captured again" in said
+    assert run.digest("extract") == sealed
+    said = good(run.run("repair", **options))
+    assert "nothing to repair, all that is sealed is whole" in said
+    assert "captured again" not in said
+    manifest = Manifest.read(output)
+    [record] = manifest.provenance["repairs"]
+    assert record["samples"] == {index.shard.removesuffix(".safetensors"): [lost.id]}
+    files = [run.root, *run.root.rglob("*")]
+    assert {(path.stat().st_uid, path.stat().st_gid) for path in files} == {
+        (owner.st_uid, owner.st_gid)
+    }
+    assert run.containers() == []
+
+
+def old_dump(whole: ContainerRun, folder: Path) -> tuple[Path, Path]:
+    """A dump of the states of a whole run, with a link in it, and the samples that it is of."""
+    dataset, lines = StateDataset.open(whole.folder / "extract"), []
+    for number, entry in enumerate(dataset.entries):
+        one = dataset.read(entry)
+        write_request(folder / "dump", number, [*one.taps, one.final])
+        mask = one.supervised.int().tolist()
+        lines.append(json.dumps({"input_ids": one.input_ids.tolist(), "loss_mask": mask}) + "\n")
+    (folder / "dump" / "req_99").symlink_to("/")
+    (folder / "old.jsonl").write_text("".join(lines))
+    return folder / "dump", folder / "old.jsonl"
+
+
+def bytes_and_times(folder: Path) -> dict[Path, tuple[int, str]]:
+    """Time of change and digest of all that lies below a folder."""
+    return {
+        path: (path.lstat().st_mtime_ns, sha256_file(path) if path.is_file() else "")
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def test_a_dump_is_adopted_as_on_the_host_and_need_not_be_there_any_more(
+    whole: ContainerRun, run: ContainerRun, tmp_path: Path
+) -> None:
+    run.folder.rename(tmp_path / "other run")
+    host = tmp_path / "host" / run.folder.name
+    for folder in (run.folder, host):
+        shutil.copytree(whole.folder / "target", folder / "target")
+    disk = tmp_path / "old disk"
+    dump, samples = old_dump(whole, disk)
+    (tmp_path / "disk").symlink_to(disk)
+    (tmp_path / "aside").mkdir()  # no container sees it
+    given = tmp_path / "aside" / ".." / "disk"
+    options = ("--dump", str(given / dump.name), "--samples", str(given / samples.name))
+    before = bytes_and_times(disk)
+    process = run.start("adopt", *options)
+    mounts = run.created("adopt", process)["Mounts"]
+    good(finish(process, seconds=600))
+    assert bytes_and_times(disk) == before
+    seen = {mount["Destination"]: mount["RW"] for mount in mounts}
+    assert [path for path, writable in seen.items() if writable] == [str(run.root)]
+    assert seen[str(tmp_path / "disk" / "dump")] is False
+    assert "/" not in seen
+    good(local(whole.profile, host.parent, "adopt", *options))
+    assert run.digest("extract") == Manifest.read(host / "extract").digest
+    counts = Manifest.read(run.folder / "extract").counts["dump"]
+    assert counts == {"found": 38, "adopted": 37, "refused": {"link": 1}}
+    disk.rename(tmp_path / "away")
+    said = good(run.run("train"))
+    assert f"extract was adopted from {tmp_path / 'disk' / 'dump'}: following that" in said
+    assert run.containers() == []
 
 
 @pytest.mark.parametrize("press", [True, False], ids=["Ctrl-C", "SIGTERM"])
