@@ -1,5 +1,6 @@
 """One stage, one trouble after the other: each start goes on from what the one before it left."""
 
+import contextlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,16 +27,29 @@ class Killed:
 def kills(project: Project, stage: str) -> Killed:
     """Kills a stage ten times at seeded shares of its duration, then lets it end.
 
-    The first start wipes the sealed output and begins anew; each later one resumes.
+    A start resumes what the one before it left unsealed, and begins anew where that left a seal.
+    The first is killed soon after the old output is wiped: on a loaded machine all others may be
+    too early for that.
     """
+    marker = project.folder / stage / ".cleanslate.json"
+    before = marker.stat().st_mtime_ns
+
+    def wiped() -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            return marker.stat().st_mtime_ns != before
+        return False
+
     seconds = Manifest.read(project.folder / stage).provenance["seconds"]
     moments = random.Random(stage)  # noqa: S311
     states, met = [], 0
     for number in range(KILLS):
         logs = set((project.folder / "logs").iterdir())
-        command = start(project, stage, *(["--resume"] if number else []))
+        again = ["--resume"] if state_of(project, stage) == "unsealed" else []
+        command = start(project, stage, *again)
         until(lambda: set((project.folder / "logs").iterdir()) - logs)  # noqa: B023
-        command.process.join(moments.uniform(0, seconds))
+        if not number:
+            until(lambda: wiped() or not command.process.is_alive())  # noqa: B023
+        command.process.join(moments.uniform(0, seconds if number else seconds / 10))
         command.process.kill()
         met += command.wait() == -9
         states.append(state_of(project, stage))

@@ -260,9 +260,12 @@ def test_a_cut_weight_file_is_refused(tiny_target: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"hidden_size": None}, "hidden_size"),
-        ({"num_hidden_layers": "many"}, "many"),
-        ({"head_dim": None, "num_attention_heads": 5, "num_key_value_heads": 5}, "5"),
+        ({"hidden_size": None}, "KeyError: 'hidden_size'"),
+        ({"num_hidden_layers": "many"}, "invalid literal for int() with base 10: 'many'"),
+        (
+            {"head_dim": None, "num_attention_heads": 5, "num_key_value_heads": 5},
+            "5 heads for a width of 32",
+        ),
         ({"num_key_value_heads": 3}, "4 heads and 3 key/value heads"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
         ({"logits_scaling": 8.0}, "logits_scaling is 8.0"),

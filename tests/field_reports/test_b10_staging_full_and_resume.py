@@ -91,11 +91,13 @@ class Counted(ExtractStage):
         super().__init__(run)
         self._own, self._dies_after = run, dies_after
         self.asked: list[str] = []
+        self.found: list[str] = []  # in the staging folder, before the engine began
 
     @contextmanager
     def _engine(
         self, samples: PreparedSamples, staging: Staging, workspace: Workspace
     ) -> Iterator[Any]:
+        self.found = [path.name for path in staging.folder.iterdir()]
         head = read_head(self._own.target_folder)
         engine = StandIn(staging, hidden_size=HIDDEN, taps=TAPS, head=head)
         counting = Counting(engine, dies_after=self._dies_after)
@@ -179,7 +181,9 @@ def test_files_of_a_dead_run_under_the_same_names_are_never_taken(
         rows |= {"final": rows["tap_0"].clone(), "input_ids": torch.zeros(n, dtype=torch.int32)}
         save_file(rows, staging / f"{number:06d}.safetensors")
     (staging / ".000001.safetensors.partial").write_bytes(b"half")
-    assert extract(Counted(run), run, resume=False).digest == straight.digest
+    again = Counted(run)
+    assert extract(again, run, resume=False).digest == straight.digest
+    assert again.found == [".cleanslate.json"]
     assert not staging.exists()
 
 
