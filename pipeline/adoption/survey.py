@@ -1,6 +1,7 @@
 """Every request of a dump judged once, in parallel, and kept in a journal."""
 
 import json
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -9,8 +10,9 @@ from typing import Any
 
 from pipeline.adoption.dump import Request
 from pipeline.adoption.judge import FITS, Judge, Verdict
+from pipeline.settings.strict_json import parse_json
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 @contextmanager
@@ -43,10 +45,10 @@ class Journal:
                 if _line(file.readline()) != self._about:
                     return {}
                 for text in file:
-                    line = _line(text)
+                    line = _noted(text)
                     if line and keys.get(line["name"]) == line["key"]:
                         found[line["name"]] = Verdict.from_json(line["verdict"])
-        except (OSError, UnicodeError, KeyError, TypeError):
+        except (OSError, UnicodeError, KeyError, TypeError, MemoryError):
             pass  # what cannot be read is judged again
         return found
 
@@ -59,7 +61,8 @@ class Journal:
 
             def note(request: Request, verdict: Verdict) -> None:
                 line = {"name": request.name, "key": request.key, "verdict": verdict.to_json()}
-                file.write(json.dumps(line) + "\n")
+                told = json.dumps(line)
+                file.write(f"{zlib.crc32(told.encode()):08x} {told}\n")
                 file.flush()
 
             for request in requests:
@@ -69,9 +72,15 @@ class Journal:
             yield note
 
 
+def _noted(text: str) -> Any:
+    """A line's value; None where its disk lost some of it: another sample's number is one, too."""
+    crc, _, told = text.rstrip("\n").partition(" ")
+    return _line(told) if crc == f"{zlib.crc32(told.encode()):08x}" else None
+
+
 def _line(text: str) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError:
         return None
 

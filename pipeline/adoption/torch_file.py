@@ -6,13 +6,16 @@ then read here and not through a map: under a map a cut file or a bad block ends
 are compared with the CRC-32 that torch.save wrote, so a file that rotted on its disk is found.
 """
 
+import io
 import os
+import pickletools
+import re
 import zipfile
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +23,15 @@ from torch import Tensor
 _ZIP = b"PK\x03\x04"
 _LOCAL_HEADER_BYTES = 30  # of a zip entry, before its name
 _MOST_PICKLE_BYTES = 1 << 16
+_MOST_LISTING_BYTES = 1 << 20  # of the archive's entries, of which there are some five
+# What a pickle may name, and how often refer back to a value of its own. torch itself allows more:
+# there a few bytes take gigabytes (bytearray), or for ever (tuples of tuples as a key).
+_NAME = re.compile(
+    r"torch \w+Storage|torch\._utils _rebuild_(tensor_v2|parameter)|collections OrderedDict"
+)
+_MOST_REFERENCES = 8
+# What zipfile raises. RuntimeError: an entry is encrypted; OverflowError: it begins behind 2^63.
+_BROKEN = (OSError, zipfile.BadZipFile, EOFError, ValueError, RuntimeError, OverflowError)
 _CHUNK_BYTES = 8 << 20
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -72,7 +84,7 @@ def locate(descriptor: int, *, file: str) -> Piece:
             raise Unfit("unreadable", f"{file} does not begin as torch.save begins a file")
         record, record_start = _record(descriptor, file)
         tensor = _tensor(descriptor, file)
-    except (OSError, zipfile.BadZipFile, EOFError, ValueError, NotImplementedError) as error:
+    except _BROKEN as error:
         raise Unfit("unreadable", f"{file}: {_short(error)}") from error
     if type(tensor) is not Tensor or tensor.layout != torch.strided:
         raise Unfit("not_a_tensor", f"{file} holds a {type(tensor).__name__}")
@@ -99,24 +111,47 @@ def locate(descriptor: int, *, file: str) -> Piece:
 
 def _record(descriptor: int, file: str) -> tuple[zipfile.ZipInfo, int]:
     """The one storage in a file, and its first byte."""
-    with os.fdopen(os.dup(descriptor), "rb") as stream, zipfile.ZipFile(stream) as archive:
+    with _Short(os.dup(descriptor)) as stream, zipfile.ZipFile(stream) as archive:
         entries = archive.infolist()
-        pickles = [entry for entry in entries if entry.filename.endswith("/data.pkl")]
+        pickles = [entry for entry in entries if entry.filename.lower().endswith("/data.pkl")]
         storages = [entry for entry in entries if "/data/" in entry.filename]
         if len(pickles) != 1 or pickles[0].file_size > _MOST_PICKLE_BYTES or len(storages) != 1:
             found = f"{len(pickles)} pickles and {len(storages)} storages"
             raise Unfit("not_a_tensor", f"{file} holds {found}; wanted one tensor alone")
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+            raise Unfit("unreadable", f"{file} is compressed")
         for entry in entries:
             if entry.filename.endswith("/byteorder") and archive.read(entry) != b"little":
                 raise Unfit("dtype", f"{file} was written on a big-endian machine")
+        _refuse_more(archive.read(pickles[0]), file)
         record = storages[0]
-    if record.compress_type != zipfile.ZIP_STORED:
-        raise Unfit("unreadable", f"{file} is compressed")
     header = os.pread(descriptor, _LOCAL_HEADER_BYTES, record.header_offset)
     if len(header) < _LOCAL_HEADER_BYTES or header[:4] != _ZIP:
         raise Unfit("unreadable", f"{file}: no entry at byte {record.header_offset}")
     names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
     return record, record.header_offset + _LOCAL_HEADER_BYTES + names
+
+
+class _Short(io.FileIO):
+    """An archive may claim to list gigabytes of entries, which would be read to be refused."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is not None and size > _MOST_LISTING_BYTES:
+            raise zipfile.BadZipFile(f"{size} bytes of what should be short")
+        return cast(bytes, super().read(size))
+
+
+def _refuse_more(pickle: bytes, file: str) -> None:
+    """Unfit when it names more than a tensor needs. It is taken apart for that, not run."""
+    references = 0
+    for code, value, _ in pickletools.genops(pickle):
+        if code.name == "GLOBAL" and not _NAME.fullmatch(str(value)):
+            raise Unfit(
+                "unsafe_pickle", f"{file} names {str(value)[:100]!r}; nothing of it was run"
+            )
+        references += code.name == "DUP" or code.name.endswith("GET")
+    if references > _MOST_REFERENCES:
+        raise Unfit("unsafe_pickle", f"{file} repeats its own values; nothing of it was run")
 
 
 def _tensor(descriptor: int, file: str) -> Any:

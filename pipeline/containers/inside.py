@@ -1,11 +1,10 @@
 """The same settings, as they are true inside a container."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
-from pipeline.settings.load import PATH_KEYS
+from pipeline.settings.load import PATH_KEYS, plain_absolute
 from pipeline.settings.model import Settings
 
 PYTHON = Path("/opt/cleanslate/bin/python")  # of the virtual environment, in every image
@@ -29,7 +28,7 @@ def inside_overrides(settings: Settings) -> list[str]:
     for keys in PATH_KEYS:
         value, key = value_of(settings, keys), ".".join(keys)
         if isinstance(value, Path) and not value.is_absolute() and key not in lent:
-            plain = os.path.abspath(value)  # noqa: PTH100  without "..": see stages/overrides.py
+            plain = str(plain_absolute(value))
             found.append(f"{key}={json.dumps(plain, ensure_ascii=False)}")
     for key in _GPU_KEYS:
         if gpus := value_of(settings, key.split(".")):

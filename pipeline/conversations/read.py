@@ -33,6 +33,7 @@ from typing import Any, BinaryIO, cast
 import pyarrow as arrow
 import pyarrow.parquet as parquet
 
+from pipeline.conversations.bounds import limited_memory
 from pipeline.conversations.errors import SourceError, lost
 from pipeline.conversations.json_text import (
     CHUNK_BYTES,
@@ -47,6 +48,8 @@ from pipeline.conversations.normalise import COLUMNS, RECORD_KEYS
 MAX_RECORD_BYTES = 64 * 2**20
 KINDS = (".json", ".jsonl", ".ndjson", ".parquet", ".json.gz", ".jsonl.gz", ".ndjson.gz")
 _ROWS_PER_BATCH = 256
+ROOM_BYTES = 4 << 30
+"""Most memory that a batch of a table's rows may ask for."""
 _WIDE_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
 _WIDE_STARTS = (b"{\0", b"[\0", b"\0{", b"\0[", b"\0\0\0{", b"\0\0\0[")
 _HEAD_BYTES = 2**16  # of a file of lines, to see whether it is an array
@@ -287,13 +290,31 @@ def _parquet(path: Path) -> Iterator[Record | Unreadable]:
             # Wide tables carry images and scores: those columns are not even read.
             known = [name for name in names if name in RECORD_KEYS]
             columns = known if set(known) & set(COLUMNS) else None
-            for batch in file.iter_batches(batch_size=_ROWS_PER_BATCH, columns=columns):
-                for value in batch.to_pylist(maps_as_pydicts="strict"):
+            batches = file.iter_batches(batch_size=_ROWS_PER_BATCH, columns=columns)
+            while (values := _values(batches)) is not None:
+                for value in values:
                     row += 1
                     yield _row(path.name, row, value)
+    except MemoryError as error:
+        lost(
+            path,
+            f"takes more than {ROOM_BYTES >> 20} MiB for {_ROWS_PER_BATCH} rows (after row {row})",
+            error,
+            next_step="look where it is from; if its texts are that long, convert it to JSON lines",
+        )
     except (arrow.ArrowException, OSError, LookupError, ValueError, ArithmeticError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         lost(path, f"is cut or damaged Parquet after row {row} ({first})", error)
+
+
+def _values(batches: Iterator[Any]) -> list[Any] | None:
+    """The rows of the next batch, None behind the last.
+
+    Some kilobytes of a table can unpack to gigabytes, and one long text can be that of every row.
+    """
+    with limited_memory(ROOM_BYTES):
+        batch = next(batches, None)
+        return None if batch is None else batch.to_pylist(maps_as_pydicts="strict")
 
 
 def _row(source: str, row: int, value: Any) -> Record | Unreadable:

@@ -4,22 +4,19 @@ The sandbox keeps it from files, modules and attributes; nothing there keeps it 
 ever, or from asking for a string of ten gigabytes. Here both end in a RendererError.
 """
 
-import resource
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from pipeline.conversations.bounds import limited_memory
 from pipeline.conversations.errors import RendererError
 
 SECONDS = 10.0
 """Longest run for one conversation; a usual template takes some thousandths of one."""
 ROOM_BYTES = 1 << 30
 """Most memory that it may ask for."""
-
-_STATM = Path("/proc/self/statm")
 
 
 class _Overrun(BaseException):
@@ -46,21 +43,16 @@ def render_template(
 
 @contextmanager
 def _bounds() -> Iterator[None]:
-    pages = int(_STATM.read_text(encoding="ascii").split()[0])
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = pages * resource.getpagesize() + ROOM_BYTES
     handler = signal.signal(signal.SIGALRM, _stop)
     try:
-        try:
-            if soft == resource.RLIM_INFINITY or limit < soft:
-                resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-            # Again every second: Jinja's optimizer may be amid something that swallows it.
-            signal.setitimer(signal.ITIMER_REAL, SECONDS, 1.0)
-            yield
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
-            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-            signal.signal(signal.SIGALRM, handler)
+        with limited_memory(ROOM_BYTES):
+            try:
+                # Again every second: Jinja's optimizer may be amid something that swallows it.
+                signal.setitimer(signal.ITIMER_REAL, SECONDS, 1.0)
+                yield
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0.0)
+                signal.signal(signal.SIGALRM, handler)
     except _Overrun:
         raise _unbounded(f"takes more than {SECONDS:.0f} s") from None
     except MemoryError:

@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+from pipeline.host.tmpfs import unescaped
+
 
 def existing_parent(path: Path) -> Path:
     """The nearest directory on the way up that exists."""
@@ -22,8 +24,8 @@ def filesystem(path: Path) -> str:
     wanted = existing_parent(path).resolve()
     best, kind = Path("/"), "unknown"
     for line in Path("/proc/self/mounts").read_text().splitlines():
-        _, mount, fstype, *_ = line.split(" ")
-        point = Path(mount.encode().decode("unicode_escape"))
+        _, mount, fstype, *_ = [*line.split(" "), "", ""]
+        point = Path(unescaped(mount))
         if wanted.is_relative_to(point) and len(point.parts) >= len(best.parts):
             best, kind = point, fstype
     return kind

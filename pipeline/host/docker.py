@@ -1,11 +1,11 @@
 """The Docker engine: does it answer, which runtimes it has, and its one file."""
 
-import json
 import re
 from dataclasses import dataclass
 from typing import Any
 
 from pipeline.host.reader import Missing, Reader
+from pipeline.settings.strict_json import parse_json
 
 DAEMON_FILE = "/etc/docker/daemon.json"
 
@@ -62,19 +62,22 @@ def read_docker(reader: Reader) -> DockerFacts:
 def parse_info(text: str) -> Engine | Missing:
     """From `docker info --format '{{json .}}'`, which ends with 0 when no engine answers, too."""
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except ValueError:
-        return Missing(f"docker info gave no JSON: {text.strip()[:80]!r}")
+        value = None
+    if not isinstance(value, dict):
+        return Missing(f"docker info gave no JSON object: {text.strip()[:80]!r}")
     if errors := value.get("ServerErrors"):
-        return Missing(str(errors[0]))
-    if not value.get("ServerVersion"):
+        return Missing(str(errors[0] if isinstance(errors, list) else errors))
+    version, runtimes = value.get("ServerVersion"), value.get("Runtimes")
+    if not isinstance(version, str) or not version:
         return Missing("docker info names no engine")
-    return Engine(value["ServerVersion"], tuple(sorted(value.get("Runtimes") or {})))
+    return Engine(version, tuple(sorted(runtimes)) if isinstance(runtimes, dict) else ())
 
 
 def parse_daemon(text: str) -> Any | Missing:
     """The value of daemon.json."""
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError as error:
         return Missing(f"{DAEMON_FILE} is no JSON: {error}")

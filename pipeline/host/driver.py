@@ -7,7 +7,7 @@ from pipeline.host.reader import Missing, Reader
 
 _PATH = "/proc/driver/nvidia/version"
 _LINE = re.compile(
-    r"^NVRM version: NVIDIA (?P<flavour>.*?)\s+(?P<version>[0-9]+(\.[0-9]+)+)(\s|$)", re.M
+    r"^NVRM version: NVIDIA (?P<flavour>.*?)\s+(?P<version>[0-9]{1,9}(\.[0-9]+)+)(\s|$)", re.M
 )
 
 

@@ -77,4 +77,4 @@ def parse_dkms(text: str) -> tuple[Build, ...]:
 
 
 def _version(release: str) -> tuple[tuple[int, ...], str]:
-    return tuple(map(int, re.findall(r"[0-9]+", release))), release
+    return tuple(map(int, re.findall(r"[0-9]{1,18}", release))), release

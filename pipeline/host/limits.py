@@ -2,6 +2,7 @@
 
 import os
 import pwd
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from pipeline.host.reader import Missing, Reader
 
 _PATH = "/proc/self/limits"
 _NAMES = {"Max locked memory": "memlock", "Max stack size": "stack", "Max open files": "nofile"}
+_VALUE = re.compile("unlimited|[0-9]{1,20}")
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,9 @@ def parse_limits(text: str, *, of: str) -> Limits | Missing:
     for line in text.splitlines():
         for label, name in _NAMES.items():
             if line.startswith(label):
-                value = line.removeprefix(label).split()[0]
-                soft[name] = None if value == "unlimited" else int(value)
+                value, *_ = [*line.removeprefix(label).split(), ""]
+                if _VALUE.fullmatch(value):
+                    soft[name] = None if value == "unlimited" else int(value)
     if len(soft) != len(_NAMES):
         return Missing(f"{_PATH}: no {', '.join(sorted(set(_NAMES.values()) - set(soft)))}")
     return Limits(of, soft)

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 from pipeline.host.reader import Missing, Reader
 
-_XID = re.compile(r"NVRM: Xid \(PCI:(?P<bus>[0-9a-fA-F:.]+)\): (?P<number>[0-9]+), ?(?P<said>.*)")
+_XID = re.compile(
+    r"NVRM: Xid \(PCI:(?P<bus>[0-9a-fA-F:.]+)\): (?P<number>[0-9]{1,9}), ?(?P<said>.*)"
+)
 _GSP = re.compile(r"NVRM: .*GSP.*(halt|crash|fail|timeout|timed out)", re.IGNORECASE)
 _START_SECONDS = 1.0
 _TIME = re.compile(r"^\[ *([0-9]+\.[0-9]+)\]")

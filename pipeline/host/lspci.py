@@ -11,7 +11,8 @@ _DEVICE = re.compile(
     r"(?P<kind>.*?) \[(?P<class>[0-9a-f]{4})\]: (?P<name>.*)$"
 )
 _VENDOR = re.compile(r"\[10de:[0-9a-f]{4}\]")
-_WIDTH = re.compile(r"Width x([0-9]+)")
+_WIDTH = re.compile(r"Width x([0-9]{1,4})")
+_LANES = re.compile(r"^([0-9]{1,4})$")  # as /sys has them
 _GPU_CLASSES = ("0300", "0302")  # VGA, and 3D controllers without an output
 _BRIDGE_CLASS = "0604"
 _ACCESS_DENIED = "Capabilities: <access denied>"
@@ -124,8 +125,8 @@ def _from_sys(reader: Reader) -> PciFacts | Missing:
                     address,
                     _word(reader, f"{device}/device") or "",
                     _after(lines, "DRIVER="),
-                    int(width) if width and width.isdigit() else None,
-                    int(most) if most and most.isdigit() else None,
+                    _number(_LANES, width),
+                    _number(_LANES, most),
                 )
             )
     return PciFacts(tuple(gpus), (), denied=True)

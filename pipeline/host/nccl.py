@@ -1,10 +1,10 @@
 """NCCL's variables of this host, as the playbook wrote them for stages."""
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from pipeline.host.reader import Missing, Reader
+from pipeline.settings.strict_json import parse_json
 
 FILE = "/etc/cleanslate/nccl.json"
 _ABSENT = object()
@@ -16,8 +16,8 @@ def read_nccl(reader: Reader) -> Any | Missing:
     if isinstance(text, Missing):
         return text
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return parse_json(text)
+    except ValueError as error:
         return Missing(f"{FILE} is no JSON: {error}")
 
 

@@ -31,8 +31,9 @@ def parse_packages(text: str) -> Mapping[str, Package]:
     """From lines `ii |name|version`: wanted state, then present state."""
     found = {}
     for line in text.splitlines():
-        state, name, version = line.split("|")
-        if state[1] == "i":
+        state, _, rest = line.partition("|")
+        name, _, version = rest.partition("|")
+        if state[1:2] == "i":
             found[name] = Package(name, version, held=state[0] == "h")
     return found
 

@@ -7,7 +7,8 @@ from typing import Any
 from pipeline.host.gpus import Gpu, GpuFacts, GpuProcess
 from pipeline.host.reader import Missing, Reader
 
-_NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?")
+_NUMBER = re.compile(r"[0-9]{1,18}(\.[0-9]+)?")
+_PID = re.compile("[0-9]{1,10}")
 
 
 def read_smi(reader: Reader, *, seconds: float = 30.0) -> GpuFacts:
@@ -74,10 +75,11 @@ def _switch(card: Mapping[str, Any], *path: str) -> bool | None:
 def _processes(card: Mapping[str, Any]) -> Iterator[GpuProcess]:
     for key, value in _pairs(card.get("Processes", {})):
         if key.startswith("Process ID"):
+            pid = _PID.fullmatch(_text(value) or "")
             used = _NUMBER.match(_text(value, "Used GPU Memory") or "")
             name = _text(value, "Name") or ""
             shown = "" if name == "[Not Found]" else name
-            yield GpuProcess(int(value[""]), int(used[0]) if used else 0, shown)
+            yield GpuProcess(int(pid[0]) if pid else 0, round(float(used[0])) if used else 0, shown)
 
 
 def _text(tree: Any, *path: str) -> str | None:

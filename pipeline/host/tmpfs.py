@@ -1,5 +1,6 @@
 """Tmpfs mounts: the live size, which is what counts, and whose they are."""
 
+import re
 from dataclasses import dataclass
 
 from pipeline.host.reader import Entry, Missing, Reader, Room
@@ -22,11 +23,16 @@ def read_tmpfs(reader: Reader, path: str) -> TmpfsFacts:
     return TmpfsFacts(path, kind, reader.room(path), reader.entry(path))
 
 
+def unescaped(field: str) -> str:
+    """A mount point as it is: the kernel writes blanks, line ends and backslashes in octal."""
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), field)
+
+
 def mounted_at(mounts: str, path: str) -> str | None:
     """Type of the file system at a mount point; of stacked ones, the last: that one is seen."""
     kind = None
     for line in mounts.splitlines():
         fields = line.split(" ")
-        if len(fields) > 2 and fields[1].encode().decode("unicode_escape") == path:
+        if len(fields) > 2 and unescaped(fields[1]) == path:
             kind = fields[2]
     return kind

@@ -1,9 +1,12 @@
 """The user that stages run as, and the folders that belong to it."""
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from pipeline.host.reader import Entry, Missing, Reader
+
+_ID = re.compile("[0-9]{1,10}")
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,7 @@ def read_user(reader: Reader, name: str) -> User | Missing | None:
     if passwd.status == 2:  # getent: the key is in no source
         return None
     fields = passwd.text.strip().split(":")
-    if passwd.status != 0 or len(fields) < 4:
+    if passwd.status != 0 or len(fields) < 4 or not _ID.fullmatch(fields[2]):
         return Missing(f"getent passwd {name}: {passwd.last_error}")
     groups = reader.command("id", "-nG", name)
     if isinstance(groups, Missing):

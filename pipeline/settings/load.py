@@ -31,6 +31,19 @@ PATH_KEYS = (
 )
 
 
+def plain_absolute(path: Path) -> Path:
+    """The same file by an absolute path without `..`, as a container can be shown it.
+
+    There the folders on the way to a mount are not; so what `..` goes up from is resolved, and
+    links behind it stay.
+    """
+    path = path.absolute()
+    while ".." in path.parts:
+        last = len(path.parts) - path.parts[::-1].index("..")
+        path = Path(*path.parts[:last]).resolve().joinpath(*path.parts[last:])
+    return path
+
+
 @dataclass(frozen=True)
 class Loaded:
     """Settings, and for each dotted key where its value comes from."""

@@ -1,11 +1,11 @@
 """What options of the front set: sources, and the engine that a stage and those before it get."""
 
 import json
-import os
 from pathlib import Path
 
 from pipeline.containers.plan import REPAIR
 from pipeline.faults import Fault
+from pipeline.settings.load import plain_absolute
 from pipeline.slate.manifest import Manifest
 from pipeline.slate.wipe import MANIFEST
 
@@ -25,8 +25,7 @@ def source_overrides(source: str, answers: str, *, samples: str = "", dump: str 
 
 
 def _absolute(path: str) -> str:
-    # Without "..": in a container the folders on the way to a mount are not there.
-    return json.dumps(os.path.abspath(path), ensure_ascii=False)  # noqa: PTH100
+    return json.dumps(str(plain_absolute(Path(path))), ensure_ascii=False)
 
 
 def engine_overrides(stage: str, engine: str, *, folder: Path) -> list[str]:

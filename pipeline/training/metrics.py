@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.draft.ttt import StepMetrics
+from pipeline.settings.strict_json import parse_json
 from pipeline.slate.files import named, write_atomic
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class MetricsLog:
         if resumed_at and self._path.exists():
             for line in self._path.read_bytes().split(b"\n"):
                 try:
-                    value = json.loads(line)
+                    value = parse_json(line)
                     if value["step"] <= resumed_at:
                         kept.append(line + b"\n")
                         steps += value["event"] == "step"

@@ -10,6 +10,10 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import pre_tokenizers
 
+from pipeline.adoption.dump import FILES, Dump
+from pipeline.adoption.judge import FITS, Verdict
+from pipeline.adoption.survey import Journal
+from pipeline.adoption.torch_file import Piece
 from pipeline.draft.config import DrafterConfig
 from pipeline.draft.export import export_drafter
 from pipeline.draft.model import Drafter
@@ -23,7 +27,8 @@ from pipeline.store.writer import PlannedSample, SampleWriter, ShardBuilder, to_
 from pipeline.target.facts import read_facts
 from pipeline.target.random import make_random_target
 from pipeline.training.checkpoint import Position, write_checkpoint
-from tests.hostile.readers import IDS, TALK
+from tests.hostile.host import make_host
+from tests.hostile.readers import ABOUT, IDS, TALK
 
 H, V, D = 32, 320, 16
 
@@ -133,6 +138,30 @@ def make_gguf(path: Path) -> None:
     writer.close()
 
 
+def make_adoption(folder: Path) -> None:
+    """A dump of one request, its samples, and the journal of what was decided."""
+    request = folder / "dump" / "req_0"
+    request.mkdir(parents=True)
+    (folder / "prepared").mkdir()
+    writer = SampleWriter(folder / "prepared", shard_tokens=1000)
+    for number in range(2):
+        mask = [False, *[True] * 11]
+        ids = [(number + one) % 8 for one in range(12)]
+        writer.add(to_sample(f"s-{number}", ids, supervised=mask, split="train"))
+    writer.flush()
+    for seed, name in enumerate(FILES):
+        rows = torch.randn(12, 4, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        torch.save(rows, request / name)  # noqa: TID251  the old system's format
+    requests = Dump.scan(folder / "dump").requests
+    verdict = Verdict(FITS, "d", 1, (Piece(12, 4, "bfloat16", 64, 64, 96, 7),) * 4, {"a": 0.5})
+    with Journal(folder / "journal.jsonl", about=ABOUT).writing({}, requests) as note:
+        note(requests[0], verdict)
+
+
+STEP: dict[str, Any] = {
+    "event": "step", "step": 1, "epoch": 0.5, "loss": 2.5, "accuracy": [0.5, None],
+    "acceptance_length": 1.5, "learning_rate": 0.001, "updated": True,
+}  # fmt: skip
 REPLY: dict[str, Any] = {
     "meta_info": {
         "id": "r-1", "finish_reason": {"type": "length"}, "prompt_tokens": 5, "cached_tokens": 0,
@@ -190,6 +219,8 @@ def make_all(root: Path) -> dict[str, Path]:
     step = make_checkpoint(root / "checkpoints")
     (root / "gguf").mkdir()
     make_gguf(root / "gguf" / "model.gguf")
+    make_adoption(root / "adoption")
+    make_host(root / "host")
     plain = root / "plain"
     plain.mkdir()
     texts = {
@@ -198,10 +229,18 @@ def make_all(root: Path) -> dict[str, Path]:
         "override": "train.betas=[0.9, 0.95]",
         "answers": '{"id": "a", "prompt_ids": [1], "answer_ids": [2, 3], "finish_reason": "stop", '
         '"messages": [{"role": "user", "content": "hi"}]}\n',
+        "samples": json.dumps({"input_ids": [1, 2], "loss_mask": [0, 1.0], "id": "a"}) + "\n",
+        "metrics": json.dumps(STEP) + "\n" + json.dumps({**STEP, "event": "evaluation"}) + "\n",
         "prompts": json.dumps({"id": "a", "messages": TALK[:1]}) + "\n",
         "conversations": json.dumps({"messages": TALK, "tools": [{"a": 1}], "system": "s"}),
     }  # fmt: skip
-    suffix = {"profile": ".yaml", "ready_host": ".yml", "conversations": ".jsonl"}
+    suffix = {
+        "profile": ".yaml",
+        "ready_host": ".yml",
+        "conversations": ".jsonl",
+        "samples": ".jsonl",
+        "metrics": ".jsonl",
+    }
     found = {}
     for name, text in texts.items():
         found[name] = plain / f"{name}{suffix.get(name, '.json')}"
@@ -212,6 +251,10 @@ def make_all(root: Path) -> dict[str, Path]:
     save_file({**states, "input_ids": IDS}, file)
     return found | {
         "json": found["nccl"],
+        "dump": root / "adoption" / "dump" / "req_0" / "final.pt",
+        "journal": root / "adoption" / "journal.jsonl",
+        "metrics_resumed": found["metrics"],
+        "host": root / "host" / "gpus",
         "shard_index": root / "prepared" / "samples-00000.json",
         "prepared": root / "prepared" / "samples-00000.safetensors",
         "states": root / "states" / "states-00000.safetensors",

@@ -2,7 +2,11 @@
 
 import copy
 import hashlib
+import io
 import json
+import re
+import zipfile
+from collections.abc import Mapping
 from typing import Any
 
 from hypothesis import strategies as st
@@ -15,6 +19,21 @@ WILD: list[Any] = [
     "\ud800", "x" * 5000, [], {}, [[]], [None], {"a": None}, [1, "a"], DEEP, "true", "1",
     [[0, 1, 2]],
 ]  # fmt: skip
+_WORDS = [
+    "",
+    "\u00b2",
+    "9" * 5000,
+    "9" * 400,
+    "-1",
+    "0",
+    "|",
+    "\\x",
+    ":",
+    "N/A",
+    "[",
+    "x" * 5000,
+    "\n",
+]
 _MAGIC = [
     b"", b"\0", b"\xff" * 8, b"\0" * 8, (2**60).to_bytes(8, "little"),
     (10**9).to_bytes(8, "little"),
@@ -81,6 +100,38 @@ def canonical_sha256(value: Any) -> str:
         return hashlib.sha256(text.encode()).hexdigest()
     except (ValueError, RecursionError):
         return "0" * 64
+
+
+@st.composite
+def spoilt_text(draw: st.DrawFn, whole: bytes) -> bytes:
+    """Text with one or two of its words replaced, some with the rest of their line gone."""
+    parts = re.split(r"(\w+)", whole.decode())
+    for _ in range(draw(st.integers(1, 2))):
+        at = draw(st.integers(0, len(parts) - 1))
+        parts[at] = draw(st.sampled_from(_WORDS))
+        if draw(st.booleans()):
+            end = next((n for n in range(at + 1, len(parts)) if "\n" in parts[n]), len(parts))
+            parts[at + 1 : end] = []
+    return "".join(parts).encode()
+
+
+@st.composite
+def spoilt_pickle(draw: st.DrawFn, whole: bytes) -> bytes:
+    """A file by torch.save whose pickle is spoilt, and its archive whole."""
+    with zipfile.ZipFile(io.BytesIO(whole)) as archive:
+        parts = {entry.filename: archive.read(entry) for entry in archive.infolist()}
+    name = next(name for name in parts if name.endswith("/data.pkl"))
+    parts[name] = draw(spoilt_bytes(parts[name]))
+    return zipped(parts)
+
+
+def zipped(parts: Mapping[str, bytes]) -> bytes:
+    """An archive as torch.save makes it: nothing in it is compressed."""
+    with io.BytesIO() as file:
+        with zipfile.ZipFile(file, "w") as archive:
+            for name, data in parts.items():
+                archive.writestr(name, data)
+        return file.getvalue()
 
 
 @st.composite

@@ -7,11 +7,17 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from pipeline.adoption.book import Book
+from pipeline.adoption.dump import FILES, Dump, opened
+from pipeline.adoption.judge import Judge
+from pipeline.adoption.survey import Journal, claims
+from pipeline.adoption.torch_file import Unfit, locate, read_blocks, read_whole
 from pipeline.capture.collector import Wrong, collect
 from pipeline.capture.contract import Receipt, Refusal, Request, ids_digest
 from pipeline.capture.sglang_generate import Limits, Prompt, read_answer
@@ -23,10 +29,13 @@ from pipeline.conversations.answers import read_answers, take_back
 from pipeline.conversations.normalise import Conversation, Skip, normalise
 from pipeline.conversations.read import Record, read_records
 from pipeline.conversations.render import Renderer
+from pipeline.conversations.tokens import read_tokens
 from pipeline.draft.export import load_exported
 from pipeline.draft.vocabulary import DraftVocabulary
 from pipeline.host.wanted import read_wanted
 from pipeline.nccl.profile import environment_for
+from pipeline.report.metrics import read_training
+from pipeline.report.series import accuracy_curve, loss_curve, smooth
 from pipeline.settings.load import flatten, load_settings
 from pipeline.settings.strict_json import parse_json
 from pipeline.slate.files import read_json
@@ -42,9 +51,12 @@ from pipeline.target.load import load_target
 from pipeline.target.tensors import read_embedding, read_head
 from pipeline.target.tokenizer import load_tokenizer
 from pipeline.training.checkpoint import newest_complete, read_checkpoint
+from pipeline.training.metrics import MetricsLog
+from tests.hostile.host import host
 
 IDS = torch.arange(5, dtype=torch.int32)
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+ABOUT = {"dump": "d"}  # of the journal
 
 
 def prepared(path: Path) -> None:
@@ -189,6 +201,52 @@ def answers(path: Path) -> None:
     take_back(path, [["a"], ["b"]])
 
 
+def dump(path: Path) -> None:
+    """Judged, and each file read whole: what is Unfit is counted by its reason."""
+    root = path.parent.parent
+    samples = PreparedSamples.open(root.parent / "prepared")
+    rows = torch.ones(8, 4)
+    judge = Judge(root, Book(samples), head=rows, embedding=rows, norm=torch.ones(4))
+    for request in Dump.scan(root).requests:
+        assert judge.judge(request).detail
+        with opened(root, request, FILES) as files:
+            for name, descriptor in files.items():
+                with contextlib.suppress(Unfit):
+                    piece = locate(descriptor, file=name)
+                    read_blocks(descriptor, piece, [(0, 1), (piece.rows - 1, 1)])
+                    read_whole(descriptor, piece)
+
+
+def journal(path: Path) -> None:
+    requests = Dump.scan(path.parent / "dump").requests
+    verdicts = Journal(path, about=ABOUT).read(requests)
+    fitting, left_out = claims([one for one in requests if one.name in verdicts], verdicts)
+    for sample, one in fitting.items():
+        assert sample == 1, "decided otherwise"
+        sum(piece.bytes for request in one for piece in verdicts[request.name].pieces)
+    json.dumps(left_out)
+
+
+def samples(path: Path) -> None:
+    for record in read_records(path):
+        if isinstance(record, Record):
+            with _skipping():
+                read_tokens(record.value, vocabulary_size=320, max_length=64)
+
+
+def metrics(path: Path) -> None:
+    found = read_training(path)
+    smooth(loss_curve(found.steps * 60))
+    smooth(accuracy_curve(found.steps * 60, 0))
+    json.dumps([asdict(point) for point in found.held_out], allow_nan=False)
+
+
+def metrics_resumed(path: Path) -> None:
+    log = MetricsLog(path.parent, resumed_at=1)
+    assert log.kept_steps <= 1
+    log.close()
+
+
 @contextmanager
 def _skipping() -> Iterator[None]:
     with contextlib.suppress(Skip):
@@ -218,6 +276,12 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "answer": answer,
     "staging": staging,
     "answers": answers,
+    "dump": dump,
+    "journal": journal,
+    "samples": samples,
+    "metrics": metrics,
+    "metrics_resumed": metrics_resumed,
+    "host": host,
     "prompts": read_prompt_file,
     "drafter": lambda path: load_exported(path.parent),
     "vocabulary": DraftVocabulary.load,

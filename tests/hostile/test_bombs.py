@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import struct
+import zipfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +13,13 @@ import pyarrow as arrow
 import pyarrow.parquet as parquet
 import pytest
 
+from pipeline.adoption.torch_file import Unfit, locate
+from pipeline.conversations import read
+from pipeline.conversations.errors import SourceError
 from pipeline.slate.files import sha256_json
 from tests.hostile.bounded import Bounded
-from tests.hostile.good import IMAGES
+from tests.hostile.good import IMAGES, STEP
+from tests.hostile.mutate import zipped
 
 DEEP = b"[" * 100_000 + b"]" * 100_000
 LAUGHS = "\n".join(
@@ -34,6 +39,9 @@ BYTES: dict[str, tuple[str, bytes]] = {
     "a deep record of images": ("images", DEEP),
     "a deep config": ("target", DEEP),
     "a deep config of a drafter": ("drafter", DEEP),
+    "a deep line of metrics": ("metrics", DEEP),
+    "a loss that is no number": ("metrics", json.dumps({**STEP, "loss": "x"}).encode()),
+    "a loss beyond floats": ("metrics", json.dumps({**STEP, "loss": 10**400}).encode()),
     "a deep profile": ("profile", b"[" * 100_000),
     "a profile that repeats itself 2^40 times": ("profile", LAUGHS.encode()),
     "a profile that holds itself": ("profile", b"run: &a {b: *a}"),
@@ -227,6 +235,106 @@ def test_a_spoilt_table_is_read_or_refused_in_words(tmp_path: Path, bounded: Bou
             path.write_bytes(whole[:at] + byte + whole[at + 1 :])
             outcome = bounded.read("conversations", path)
             assert outcome["kind"] in ("read", "fault"), (at, byte, outcome)
+
+
+def test_a_text_that_is_that_of_every_row_is_not_repeated_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read, "ROOM_BYTES", 64 * MEBIBYTE)
+    path = tmp_path / "talks.parquet"
+    text = arrow.DictionaryArray.from_arrays(arrow.array([0] * 256), ["a" * MEBIBYTE])
+    parquet.write_table(arrow.table({"prompt": text, "id": text}), path, compression="zstd")
+    assert path.stat().st_size < MEBIBYTE
+    with pytest.raises(SourceError, match="takes more than 64 MiB for 256 rows"):
+        list(read.read_records(path))
+
+
+TUPLES = b"\x80\x02}K\x01" + b"".join(b"q%ch%c\x86" % (n, n) for n in range(60)) + b"K\x01s."
+PICKLES = {
+    "gigabytes of zeros": b"\x80\x02c__builtin__\nbytearray\n(J\xff\xff\xff\x7ftR.",
+    "tuples of tuples as a key": TUPLES,
+}
+
+
+@pytest.mark.parametrize("what", PICKLES)
+def test_a_pickle_of_more_than_a_tensor_is_refused(
+    what: str, good: dict[str, Path], bounded: Bounded
+) -> None:
+    parts = {"a/data.pkl": PICKLES[what], "a/data/0": b"x", "a/version": b"3\n"}
+    good["dump"].write_bytes(zipped(parts))
+    assert bounded.read("dump", good["dump"])["kind"] == "read"
+    assert unfit(good["dump"]) == "unsafe_pickle"
+
+
+def unfit(path: Path) -> str:
+    with path.open("rb") as file, pytest.raises(Unfit) as caught:
+        locate(file.fileno(), file=path.name)
+    return caught.value.reason
+
+
+def test_an_archive_that_is_mostly_a_hole_is_not_read_whole(
+    good: dict[str, Path], bounded: Bounded
+) -> None:
+    """Its end says that there are 3 GiB of entries."""
+    path, size = good["dump"], 3 << 30
+    with path.open("r+b") as file:
+        file.truncate(size + 100)
+        file.seek(size + 100)
+        file.write(struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, 1, 1, size, 100, 0))
+    assert bounded.read("dump", path) == {"kind": "read"}
+    assert unfit(path) == "unreadable"
+
+
+# Where in an entry of the archive's list, and what is written there.
+ENTRIES = {
+    "locked": ("a/byteorder", 8, b"\1"),
+    "packed in a way that nothing reads": ("a/byteorder", 10, b"\x63"),
+    "packed, and no such stream": ("a/byteorder", 10, b"\x0e"),
+    "of gigabytes": ("a/byteorder", 20, b"\0\0\0\x7f\0\0\0\x7f"),
+    "behind byte 2^63": ("a/data/0", 42, b"\xff" * 4),
+}
+
+
+@pytest.mark.parametrize("what", ENTRIES)
+def test_an_archive_with_an_impossible_entry_is_unreadable(
+    what: str, good: dict[str, Path], bounded: Bounded
+) -> None:
+    name, at, put = ENTRIES[what]
+    far = zipfile.ZipInfo("a/data/0")
+    far.extra = struct.pack("<HHQ", 1, 8, 2**63 + 5)  # counts where the field itself is full
+    with zipfile.ZipFile(good["dump"], "w") as archive:
+        for entry in ("a/data.pkl", "a/byteorder", far):
+            archive.writestr(entry, b"little")
+    data = bytearray(good["dump"].read_bytes())
+    place = data.rfind(b"PK\1\2", 0, data.rfind(name.encode())) + at
+    data[place : place + len(put)] = put
+    good["dump"].write_bytes(data)
+    assert bounded.read("dump", good["dump"]) == {"kind": "read"}
+    assert unfit(good["dump"]) == "unreadable"
+
+
+LONG = "9" * 5000  # more digits than a number may have
+# reader, file, a word of it, and what stands there instead
+WORDS = {
+    "a process without a number": ("host", "nvidia-smi", "11", "N/A"),
+    "a link of too many lanes": ("host", "lspci", "x16", f"x{LONG}"),
+    "a driver of too high a version": ("host", "proc-driver-nvidia-version", "580", LONG),
+    "an Xid of too many digits": ("host", "journalctl", "79", LONG),
+    "a mount point with half an escape": ("host", "proc-self-mounts", "\\040", "\\x"),
+    "a decision about another sample": ("journal", "journal.jsonl", '"sample": 1', '"sample": 7'),
+}
+
+
+@pytest.mark.parametrize("what", WORDS)
+def test_a_spoilt_word_is_told_or_not_believed(
+    what: str, good: dict[str, Path], bounded: Bounded
+) -> None:
+    reader, name, word, instead = WORDS[what]
+    path = good[reader].with_name(name)
+    text = path.read_text()
+    assert word in text
+    path.write_text(text.replace(word, instead))
+    assert bounded.read(reader, good[reader]) == {"kind": "read"}
 
 
 def test_a_whole_record_of_images_is_read(good: dict[str, Path], bounded: Bounded) -> None:

@@ -17,10 +17,13 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.hostile.bounded import Bounded
+from tests.hostile.host import flat
 from tests.hostile.mutate import (
     canonical_sha256,
     spoilt_bytes,
+    spoilt_pickle,
     spoilt_safetensors,
+    spoilt_text,
     spoilt_value,
     written,
 )
@@ -37,6 +40,14 @@ def as_json(whole: bytes) -> st.SearchStrategy[bytes]:
 
 def as_line(whole: bytes) -> st.SearchStrategy[bytes]:
     return as_json(whole).map(lambda line: line + b"\n")
+
+
+def as_lines(whole: bytes) -> st.SearchStrategy[bytes]:
+    """JSON lines, all in one value while they are spoilt."""
+    lines = [json.loads(line) for line in whole.splitlines()]
+    return spoilt_value(lines).map(
+        lambda value: b"\n".join(map(written, value if isinstance(value, list) else [value]))
+    )
 
 
 def as_yaml(whole: bytes) -> st.SearchStrategy[bytes]:
@@ -117,6 +128,33 @@ CASES = {
     "gguf": Case("gguf", spoilt_bytes),
     "staging-header": Case("staging", spoilt_safetensors),
     "staging-bytes": Case("staging", spoilt_bytes),
+    "dump-bytes": Case("dump", spoilt_bytes, examples=40),
+    "dump-pickle": Case("dump", spoilt_pickle, examples=40),
+    "journal": Case("journal", spoilt_text, examples=50),
+    "journal-bytes": Case("journal", spoilt_bytes, examples=50),
+    "samples": Case("samples", as_line, examples=50),
+    "metrics": Case("metrics", as_lines),
+    "metrics-bytes": Case("metrics", spoilt_bytes, examples=50),
+    "metrics-resumed": Case("metrics_resumed", as_lines, examples=50),
+    "host-gpus": Case("host", as_json, examples=50),
+    "host-docker": Case("host", as_json, "docker", examples=50),
+    "host-daemon": Case("host", as_json, "etc-docker-daemon.json", examples=50),
+    "host-nccl": Case("host", as_json, "etc-cleanslate-nccl.json", examples=50),
+    **{
+        f"host-{flat(name)}": Case("host", spoilt_text, flat(name), 30)
+        for name in (
+            "gpus",
+            "nvidia-smi",
+            "lspci",
+            "dpkg-query",
+            "getent",
+            "dkms",
+            "journalctl",
+            "/proc/self/mounts",
+            "/proc/self/limits",
+            "/proc/driver/nvidia/version",
+        )
+    },
 }
 
 

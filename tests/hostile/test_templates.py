@@ -92,6 +92,19 @@ def test_a_template_that_writes_too_much_skips_the_conversation(
     assert (outcome["kind"], outcome.get("type")) == ("skip", "too_much_text"), outcome
 
 
+def test_an_expression_that_tries_every_way_is_given_up(
+    good: dict[str, Path], bounded: Bounded
+) -> None:
+    """Of a tokenizer's pieces: 2^40 ways to see that no run of `a` ends the text."""
+    path = good["tokenizer"]
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated"}
+    changed = {**json.loads(path.read_bytes()), "pre_tokenizer": {**split, "invert": False}}
+    path.write_text(json.dumps(changed))
+    _write(path.parent, "{{ 'a' * 40 }}!" + CHATML)
+    outcome = bounded.read("template", good["template"])
+    assert (outcome["kind"], outcome.get("type")) == ("skip", "tokenizer_refused"), outcome
+
+
 class Endless:
     """A tokenizer whose template never ends."""
 

@@ -8,6 +8,7 @@ from pipeline.settings.load import (
     flatten,
     load_settings,
     origin_of,
+    plain_absolute,
     profile_files,
     shipped_profiles,
 )
@@ -141,3 +142,15 @@ def test_the_files_of_a_chain_are_known_as_far_as_they_exist(tmp_path: Path) -> 
     base.write_text("extends: ../mine.yaml\n")
     assert len(profile_files(str(mine))) == 8
     assert profile_files("tiny") == []
+
+
+def test_a_path_with_dots_names_the_same_file_without_them(tmp_path: Path) -> None:
+    (tmp_path / "far" / "away").mkdir(parents=True)
+    (tmp_path / "near").mkdir()
+    (tmp_path / "near" / "link").symlink_to(tmp_path / "far" / "away")
+    for own in ("near/../near/link", "near/link/../file", "../x/..", "absent/../../file"):
+        plain = plain_absolute(tmp_path / own)
+        assert ".." not in plain.parts
+        assert plain.resolve() == (tmp_path / own).resolve()
+    assert plain_absolute(tmp_path / "near" / "link") == tmp_path / "near" / "link"
+    assert plain_absolute(tmp_path / "far" / ".." / "near" / "link") == tmp_path / "near" / "link"
