@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
+from pipeline.conversations.bounds import within
 from pipeline.conversations.errors import RendererError
 from pipeline.conversations.normalise import Conversation, Skip
 from pipeline.conversations.template import render_template
@@ -40,6 +41,9 @@ _DATA_FAILURES = (TypeError, ValueError, LookupError, AttributeError, RecursionE
 _PROBES = ("k7v", "w3h")
 MOST_TURNS = 1000  # each answer is rendered with all turns before it, so time grows with the square
 MOST_CHARACTERS = 16 << 20  # a tokenizer wants some hundred bytes of memory for each
+SECONDS = 60.0
+"""Most time that a tokenizer may take for a text, and a second more for this many characters:"""
+_CHARACTERS_A_SECOND = 50_000  # a tenth of what slow ones do
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -256,7 +260,13 @@ class Renderer:
         # transformers 4 and 5 both answer a mapping here; a template call with tokenize=True
         # answers a list in one and a mapping in the other, so that is never used.
         try:
-            ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            ids = within(SECONDS + len(text) / _CHARACTERS_A_SECOND, lambda: self._ids_of(text))
+        except TimeoutError as error:
+            raise RendererError(
+                f"the tokenizer takes more than {SECONDS:.0f} s for {len(text)} characters",
+                wanted="one whose regular expressions come to an end",
+                next_step="see pre_tokenizer and normalizer in the target's tokenizer.json",
+            ) from error
         except BaseException as error:
             # Rust's panics are not even an Exception: a regular expression out of the target's
             # folder that would try more ways than are allowed to it ends in one.
@@ -266,6 +276,9 @@ class Renderer:
         if not isinstance(ids, list) or not all(type(token) is int for token in ids):
             raise _unexpected("tokenizer(text)['input_ids']", ids, wanted="a list of ints")
         return ids
+
+    def _ids_of(self, text: str) -> Any:
+        return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def _around(renderings: list[str]) -> tuple[str, str] | None:

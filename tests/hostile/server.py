@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from pipeline import cli
-from pipeline.conversations import template
+from pipeline.conversations import render, template
 from pipeline.conversations.normalise import Skip
 from pipeline.faults import Fault
 from pipeline.slate.door import guard
@@ -55,7 +55,7 @@ def _command(arguments: list[str]) -> dict[str, Any]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    template.SECONDS, template.ROOM_BYTES = 2.0, 1 << 28
+    template.SECONDS, template.ROOM_BYTES, render.SECONDS = 2.0, 1 << 28, 2.0
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     with Path("/proc/self/statm").open() as statm:

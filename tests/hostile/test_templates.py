@@ -92,17 +92,31 @@ def test_a_template_that_writes_too_much_skips_the_conversation(
     assert (outcome["kind"], outcome.get("type")) == ("skip", "too_much_text"), outcome
 
 
+def split_at(expression: str, tokenizer: Path) -> None:
+    split = {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated"}
+    changed = {**json.loads(tokenizer.read_bytes()), "pre_tokenizer": {**split, "invert": False}}
+    tokenizer.write_text(json.dumps(changed))
+
+
 def test_an_expression_that_tries_every_way_is_given_up(
     good: dict[str, Path], bounded: Bounded
 ) -> None:
     """Of a tokenizer's pieces: 2^40 ways to see that no run of `a` ends the text."""
-    path = good["tokenizer"]
-    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated"}
-    changed = {**json.loads(path.read_bytes()), "pre_tokenizer": {**split, "invert": False}}
-    path.write_text(json.dumps(changed))
-    _write(path.parent, "{{ 'a' * 40 }}!" + CHATML)
+    split_at("(a+)+$", good["tokenizer"])
+    _write(good["tokenizer"].parent, "{{ 'a' * 40 }}!" + CHATML)
     outcome = bounded.read("template", good["template"])
     assert (outcome["kind"], outcome.get("type")) == ("skip", "tokenizer_refused"), outcome
+
+
+def test_an_expression_that_tries_many_ways_at_every_place_is_refused_in_time(
+    good: dict[str, Path], bounded: Bounded
+) -> None:
+    """No match is given up, but each of 1500 takes 250,000 ways: 7 s, and the square of longer."""
+    split_at("(?:a{0,700})(?:a{0,700})[^a]x", good["tokenizer"])
+    _write(good["tokenizer"].parent, "{{ 'a' * 1500 }}!!x" + CHATML)
+    outcome = bounded.read("template", good["template"])
+    assert (outcome["kind"], outcome.get("type")) == ("fault", "RendererError"), outcome
+    assert "the tokenizer takes more than 2 s" in outcome["parts"][0]
 
 
 class Endless:
