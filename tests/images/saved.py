@@ -81,8 +81,9 @@ def read_layer(stream: IO[bytes]) -> list[Entry]:
                     member.mode,
                     member.isreg(),
                     certificates_in(content) if b"-----BEGIN CERT" in content else frozenset(),
-                    _PRIVATE_KEY.search(content) is not None,
-                    _PASSWORD.search(content) is not None,
+                    # Gigabytes: a plain search first, which is many times faster.
+                    b"PRIVATE KEY-----" in content and _PRIVATE_KEY.search(content) is not None,
+                    b"@" in content and _PASSWORD.search(content) is not None,
                 )
             )
     return found

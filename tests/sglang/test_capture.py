@@ -24,7 +24,6 @@ pytestmark = pytest.mark.sglang
 
 CASES = {
     "llama-16": Case("LlamaForCausalLM", 16),
-    "llama-64": Case("LlamaForCausalLM", 64),
     "llama-whole": Case("LlamaForCausalLM", -1),
     "llama-mixed": Case("LlamaForCausalLM", 64, flags=("--enable-mixed-chunk",)),
     "llama-two-ranks": Case("LlamaForCausalLM", 64, tensor_parallel=2),

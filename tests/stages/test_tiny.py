@@ -3,7 +3,6 @@
 import gzip
 import json
 import re
-import resource
 import shutil
 import time
 from pathlib import Path
@@ -73,53 +72,9 @@ def test_extracting_again_gives_the_same_dataset_digest(project: Project) -> Non
 SMALL_SHARDS = ("--set", "extract.shard_bytes=65536", "--set", "extract.batch_tokens=64")
 
 
-def test_extract_killed_and_resumed_gives_the_digest_of_an_uninterrupted_run(
-    project: Project, tmp_path: Path
-) -> None:
-    shutil.copytree(project.root, tmp_path / "straight")
-    straight = Project(tmp_path / "straight")
-    good(straight.run("extract", *SMALL_SHARDS))
-    process = project.start("extract", *SMALL_SHARDS)
-    deadline = time.monotonic() + 60
-    while len(list((project.folder / "extract").glob("states-*.json"))) != 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-    process.kill()
-    process.communicate()
-    assert not project.sealed("extract")
-    resumed = good(project.run("extract", "--resume", *SMALL_SHARDS))
-    whole_already = re.search(r"(\d+) of (\d+) shards are whole already", resumed)
-    assert whole_already
-    assert 0 < int(whole_already[1]) < int(whole_already[2])
-    assert project.manifest("extract").digest == straight.manifest("extract").digest
-
-
-LONG = ("--set", "train.epochs=20", "--set", "train.checkpoint_every_steps=3")
-
-
 def losses(project: Project) -> list[float]:
     lines = (project.folder / "train" / "metrics.jsonl").read_text().splitlines()
     return [event["loss"] for event in map(json.loads, lines) if event["event"] == "step"]
-
-
-def test_train_killed_and_resumed_gives_the_same_losses_bit_for_bit(
-    project: Project, tmp_path: Path
-) -> None:
-    shutil.copytree(project.root, tmp_path / "straight")
-    straight = Project(tmp_path / "straight")
-    good(straight.run("train", *LONG))
-    process = project.start("train", *LONG)
-    deadline = time.monotonic() + 60
-    while not (project.folder / "train" / "checkpoints" / "step-00000006").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-    process.kill()
-    process.communicate()
-    assert not project.sealed("train")
-    resumed = good(project.run("train", "--resume", *LONG))
-    assert "resumed after step" in resumed
-    assert losses(project) == losses(straight)
-    assert project.manifest("train").digest == straight.manifest("train").digest
 
 
 def test_several_ranks_learn_the_same(project: Project, tmp_path: Path) -> None:
@@ -199,16 +154,6 @@ def test_taps_beyond_the_targets_depth_are_refused_before_the_wipe(project: Proj
     assert "layer 6" in error
     assert "layers 0 to 5" in error
     assert project.sealed("extract")
-
-
-def test_a_full_disk_leaves_nothing_sealed_and_says_what_to_do(project: Project) -> None:
-    def small_files() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-
-    error = refused(project.run("extract", preexec=small_files))
-    assert "RESUME=1" in error
-    assert not project.sealed("extract")
-    good(project.run("extract", "--resume"))
 
 
 def write_jsonl(path: Path, records: list[dict[str, object]], end: bytes = b"\n") -> Path:
