@@ -29,7 +29,8 @@ class Bounded:
         if self._process is None:
             with self._log.open("a") as log:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "tests.hostile.server"],
+                    # Else each thread reserves 64 MiB of what may be asked for, on many cores.
+                    ["env", "MALLOC_ARENA_MAX=2", sys.executable, "-m", "tests.hostile.server"],
                     cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
                 )  # fmt: skip
             self._ask({"reader": "json", "path": "/nowhere"}, 120.0)  # it has started
