@@ -44,6 +44,8 @@ MOST_CHARACTERS = 16 << 20  # a tokenizer wants some hundred bytes of memory for
 SECONDS = 60.0
 """Most time that a tokenizer may take for a text, and a second more for this many characters:"""
 _CHARACTERS_A_SECOND = 50_000  # a tenth of what slow ones do
+# Not watched: a match is given up after a second, and to ask another thread costs 50 microseconds.
+_SHORT_CHARACTERS = 2000
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -260,7 +262,11 @@ class Renderer:
         # transformers 4 and 5 both answer a mapping here; a template call with tokenize=True
         # answers a list in one and a mapping in the other, so that is never used.
         try:
-            ids = within(SECONDS + len(text) / _CHARACTERS_A_SECOND, lambda: self._ids_of(text))
+            if len(text) <= _SHORT_CHARACTERS:
+                ids = self._ids_of(text)
+            else:
+                seconds = SECONDS + len(text) / _CHARACTERS_A_SECOND
+                ids = within(seconds, lambda: self._ids_of(text))
         except TimeoutError as error:
             raise RendererError(
                 f"the tokenizer takes more than {SECONDS:.0f} s for {len(text)} characters",
