@@ -15,6 +15,11 @@ ROOT = Path(__file__).parent.parent.parent
 START_SECONDS = 90.0
 
 
+def inspected(name: str) -> dict[str, Any]:
+    """What the engine says of a container."""
+    return dict(json.loads(docker("inspect", name))[0])
+
+
 class ContainerRun:
     """One run in containers: its profile, in a folder of its own whose name has a blank."""
 
@@ -54,29 +59,26 @@ class ContainerRun:
     def _logs(self, stage: str) -> set[Path]:
         return {*self.folder.glob(f"logs/*-{stage}-*.log")}
 
-    def containers(self) -> list[str]:
-        return docker(
-            "ps", "--all", "--filter", f"label=cleanslate.run={self.folder}", "--format",
-            "{{.Names}}"
-        ).split()  # fmt: skip
+    def containers(self, stage: str | None = None) -> list[str]:
+        labels = [f"cleanslate.run={self.folder}"]
+        labels += [f"cleanslate.stage={stage}"] if stage else []
+        filters = [part for label in labels for part in ("--filter", f"label={label}")]
+        return docker("ps", "--all", *filters, "--format", "{{.Names}}").split()
 
     def running(self, stage: str) -> dict[str, Any]:
         """Waits until the started stage has opened its log; gives what the engine says of it."""
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             if [path for path in self._logs(stage) if path not in self._logs_before]:
-                [name] = self.containers()
-                return dict(json.loads(docker("inspect", name))[0])
+                return inspected(*self.containers())
             time.sleep(0.1)
         raise AssertionError(f"no container of {stage} within {START_SECONDS:.0f} s")
 
     def created(self, stage: str, process: subprocess.Popen[str]) -> dict[str, Any]:
         """Waits for the container of a stage; gives what the engine says of it."""
-        ours = (f"label=cleanslate.run={self.folder}", f"label=cleanslate.stage={stage}")
-        filters = [part for one in ours for part in ("--filter", one)]
         while process.poll() is None:
-            if name := docker("ps", "--all", *filters, "--format", "{{.Names}}").strip():
-                return dict(json.loads(docker("inspect", name))[0])
+            if names := self.containers(stage):
+                return inspected(*names)
             time.sleep(0.1)
         raise AssertionError(f"no container of {stage}: {process.communicate()}")
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -92,19 +93,21 @@ def test_a_template_that_writes_too_much_skips_the_conversation(
     assert (outcome["kind"], outcome.get("type")) == ("skip", "too_much_text"), outcome
 
 
-def split_at(expression: str, tokenizer: Path) -> None:
+def split_by(expression: str, text: str, good: dict[str, Path], bounded: Bounded) -> dict[str, Any]:
+    """What becomes of a text, given as Jinja, whose tokenizer splits it by an expression."""
+    path = good["tokenizer"]
     split = {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated"}
-    changed = {**json.loads(tokenizer.read_bytes()), "pre_tokenizer": {**split, "invert": False}}
-    tokenizer.write_text(json.dumps(changed))
+    changed = {**json.loads(path.read_bytes()), "pre_tokenizer": {**split, "invert": False}}
+    path.write_text(json.dumps(changed))
+    _write(path.parent, text + CHATML)
+    return bounded.read("template", good["template"])
 
 
 def test_an_expression_that_tries_every_way_is_given_up(
     good: dict[str, Path], bounded: Bounded
 ) -> None:
     """Of a tokenizer's pieces: 2^40 ways to see that no run of `a` ends the text."""
-    split_at("(a+)+$", good["tokenizer"])
-    _write(good["tokenizer"].parent, "{{ 'a' * 40 }}!" + CHATML)
-    outcome = bounded.read("template", good["template"])
+    outcome = split_by("(a+)+$", "{{ 'a' * 40 }}!", good, bounded)
     assert (outcome["kind"], outcome.get("type")) == ("skip", "tokenizer_refused"), outcome
 
 
@@ -112,9 +115,8 @@ def test_an_expression_that_tries_many_ways_at_every_place_is_refused_in_time(
     good: dict[str, Path], bounded: Bounded
 ) -> None:
     """No match is given up, but each of 2000 takes 250,000 ways: 12 s, and longer texts more."""
-    split_at("(?:a{0,700})(?:a{0,700})[^a]x", good["tokenizer"])
-    _write(good["tokenizer"].parent, "{{ 'a' * 2000 }}!!x" + CHATML)
-    outcome = bounded.read("template", good["template"])
+    expression = "(?:a{0,700})(?:a{0,700})[^a]x"
+    outcome = split_by(expression, "{{ 'a' * 2000 }}!!x", good, bounded)
     assert (outcome["kind"], outcome.get("type")) == ("fault", "RendererError"), outcome
     assert "the tokenizer takes more than 2 s" in outcome["parts"][0]
 
