@@ -4,16 +4,20 @@ import contextlib
 import fcntl
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from pipeline.slate.errors import LockHeld, SlateError
 from pipeline.slate.files import named
 
+_PATIENCE_S = 2.0
+"""A killed holder's lock lives on in a child that it was just starting, until that child's exec."""
+
 
 @contextlib.contextmanager
 def lock(root: Path, *, purpose: str, container: str | None = None) -> Iterator[None]:
-    """Holds the run root's lock while the context lasts; never waits.
+    """Holds the run root's lock while the context lasts; waits for it no longer than _PATIENCE_S.
 
     container: the name of the one that this process runs in, named instead of its process id, which
     means nothing outside. LockHeld names the holder and its purpose; SlateError when the folder
@@ -30,16 +34,14 @@ def lock(root: Path, *, purpose: str, container: str | None = None) -> Iterator[
             next_step="set run.root to one, or mend its permissions",
         ) from error
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _taken(handle):
             holder = os.pread(handle, 500, 0).decode(errors="replace").strip()
             stop = "end it (make release)" if '"container"' in holder else "stop it"
             raise LockHeld(
                 f"{root} is in use by {holder or 'another process'}",
                 wanted="one process at a time on a run",
                 next_step=f"wait for it, or {stop}, or give this run another name (run.name)",
-            ) from None
+            )
         who = {"container": container} if container else {"pid": os.getpid()}
         with named(root / ".lock"):
             os.ftruncate(handle, 0)
@@ -47,3 +49,16 @@ def lock(root: Path, *, purpose: str, container: str | None = None) -> Iterator[
         yield
     finally:
         os.close(handle)
+
+
+def _taken(handle: int) -> bool:
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
+        else:
+            return True

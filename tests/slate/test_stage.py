@@ -1,3 +1,4 @@
+import fcntl
 import importlib.util
 import random
 import resource
@@ -178,6 +179,25 @@ def test_every_start_has_a_log_of_its_own(tmp_path: Path) -> None:
 def test_two_at_once_are_refused_and_the_holder_is_named(tmp_path: Path) -> None:
     with lock(tmp_path, purpose="extract"), pytest.raises(LockHeld, match='"purpose": "extract"'):
         run(tmp_path, DemoStage())
+
+
+def test_a_killed_holders_lock_is_waited_for_while_a_child_of_it_starts(tmp_path: Path) -> None:
+    forked = """
+import os, sys, time
+from pathlib import Path
+from pipeline.slate.lock import lock
+with lock(Path(sys.argv[1]), purpose="extract"):
+    if os.fork() == 0:
+        time.sleep(1)
+        os._exit(0)
+    os.kill(os.getpid(), 9)
+"""
+    done = subprocess.run([sys.executable, "-c", forked, str(tmp_path)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    with (tmp_path / ".lock").open() as file, pytest.raises(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with lock(tmp_path, purpose="train"):
+        assert '"train"' in (tmp_path / ".lock").read_text()
 
 
 @pytest.mark.parametrize("seed", range(8))
