@@ -109,6 +109,7 @@ class _Ranks:
         self._launch = launch
         self._said: queue.Queue[tuple[int, dict[str, Any] | None]] = queue.Queue()
         self._ranks: list[_Rank] = []
+        self._wrong_in: str | None = None
         self.nccl: str | None = None
         try:
             for rank in range(launch.world):
@@ -172,6 +173,7 @@ class _Ranks:
             heard = time.monotonic()
             kind = event["event"] if event else "ended"
             if event is not None and kind == "wrong":
+                self._wrong_in = event["case"]
                 return "wrong", f"rank {rank} {event['case']}: {event['what']}"
             if event is None or kind == "error":
                 return "failed", self._death(rank, event)
@@ -220,7 +222,12 @@ class _Ranks:
         return _last_line(self._ranks[rank].log.read_text(errors="replace"))
 
     def at(self) -> str | None:
-        """Key of the first case that not every rank has measured; None before all have joined."""
+        """Key of the case that was wrong, or of the first that not every rank has measured.
+
+        None before all have joined.
+        """
+        if self._wrong_in is not None:  # others may not have been heard yet
+            return self._wrong_in
         if all(rank.joined for rank in self._ranks):
             for case in self._launch.cases:
                 if not all(case.key in rank.measured for rank in self._ranks):

@@ -18,6 +18,7 @@ import pytest
 from pipeline.capture.errors import CaptureError, ServerDied
 from pipeline.capture.sglang_server import SglangServer
 from pipeline.settings.environment import child_environment
+from tests.processes import alive, await_ends, below
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -40,22 +41,8 @@ def make(
     )
 
 
-def everyone_is_gone(pids: list[int], *, within: float = 5.0) -> bool:
-    deadline = time.monotonic() + within
-    while time.monotonic() < deadline:
-        alive = []
-        for pid in pids:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-                    alive.append(pid)
-        if not alive:
-            return True
-        time.sleep(0.05)
-    return False
-
-
 def family(server: SglangServer) -> list[int]:
-    return [server.pid, *(one.pid for one in psutil.Process(server.pid).children(recursive=True))]
+    return [server.pid, *(one.pid for one in below(server.pid))]
 
 
 def test_a_started_server_answers_to_its_key_alone(tmp_path: Path) -> None:
@@ -77,7 +64,7 @@ def test_leaving_the_context_leaves_no_process(tmp_path: Path) -> None:
     with make(tmp_path) as server:
         pids = family(server)
         assert len(pids) == 2
-    assert everyone_is_gone(pids, within=0.1)
+    assert alive(pids) == []
 
 
 def test_a_server_that_ignores_the_end_is_killed(
@@ -86,7 +73,7 @@ def test_a_server_that_ignores_the_end_is_killed(
     monkeypatch.setattr("pipeline.capture.sglang_server._TERMINATE_SECONDS", 0.5)
     with make(tmp_path, start="deaf") as server:
         pids = family(server)
-    assert everyone_is_gone(pids, within=0.1)
+    assert alive(pids) == []
 
 
 def test_a_death_while_loading_shows_the_first_rank_s_traceback(tmp_path: Path) -> None:
@@ -139,8 +126,9 @@ def test_a_killed_process_is_noticed_at_once(
     tmp_path: Path, victim: Callable[[list[int]], int], says: str
 ) -> None:
     with make(tmp_path) as server:
-        os.kill(victim(family(server)), signal.SIGKILL)
-        time.sleep(0.2)
+        killed = victim(family(server))
+        os.kill(killed, signal.SIGKILL)
+        await_ends([killed], within=5.0)
         with pytest.raises(ServerDied, match=says):
             server.check()
 
@@ -161,7 +149,7 @@ with tests.make(Path({str(tmp_path)!r})) as server:
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    assert everyone_is_gone(pids[:1])
+    await_ends(pids[:1], within=5.0)
     # The stand-in's rank is not SGLang's, which watches its parent itself.
     for pid in pids[1:]:
         with contextlib.suppress(ProcessLookupError):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.slate.manifest import Manifest
+from tests.processes import hear_ctrl_c
 
 ROOT = Path(__file__).parent.parent.parent
 START_SECONDS = 90.0
@@ -54,6 +55,7 @@ class ContainerRun:
             stderr=subprocess.PIPE,
             text=True,
             process_group=0,
+            preexec_fn=hear_ctrl_c,
         )
 
     def _logs(self, stage: str) -> set[Path]:

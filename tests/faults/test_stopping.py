@@ -6,23 +6,14 @@ import signal
 import subprocess
 from pathlib import Path
 
-import psutil
 import pytest
 
+from tests.processes import alive, below
 from tests.stages.conftest import ROOT, Project
 
 from .running import Command, refuses, start, state_of, three_parts, until
 
 pytestmark = pytest.mark.faults
-
-
-def workers(command: Command, module: str) -> list[psutil.Process]:
-    """Processes below a command that run a module of this project."""
-    try:
-        found = psutil.Process(command.pid).children(recursive=True)
-        return [one for one in found if module in " ".join(one.cmdline())]
-    except psutil.Error:
-        return []
 
 
 def training(project: Project, *arguments: str) -> Command:
@@ -46,12 +37,12 @@ def test_a_stopped_training_leaves_no_process_says_so_and_can_be_resumed(
     project: Project, sent: signal.Signals, status: int
 ) -> None:
     command = training(project, *LONG)
-    below = psutil.Process(command.pid).children(recursive=True)
+    family = below(command.pid)
     os.kill(command.pid, sent)
     os.kill(command.pid, sent)  # a second one must not break the order in which things end
     assert command.wait() == status
     assert "stopped before the end" in three_parts(command.said)
-    assert [one for one in below if one.is_running() and one.status() != "zombie"] == []
+    assert alive(family) == []
     assert state_of(project, "train") == "unsealed"
 
 
@@ -97,8 +88,8 @@ def test_a_worker_that_the_kernel_kills_is_told_with_the_usual_cause_and_where_t
     project: Project,
 ) -> None:
     command = start(project, "evaluate")
-    until(lambda: workers(command, "pipeline.evaluation.worker"))
-    workers(command, "pipeline.evaluation.worker")[0].kill()
+    until(lambda: below(command.pid, "pipeline.evaluation.worker"))
+    below(command.pid, "pipeline.evaluation.worker")[0].kill()
     assert command.wait() == 1
     said = three_parts(command.said)
     assert re.search(
@@ -115,15 +106,15 @@ def test_one_of_several_ranks_that_is_killed_ends_all_and_the_cause_is_told(
 ) -> None:
     more = ("--set", "train.ranks=2", "--set", "train.tokens_per_pack=256", *LONG)
     command = training(project, *more)
-    ranks = workers(command, "pipeline.training.worker")
+    ranks = below(command.pid, "pipeline.training.worker")
     [victim] = [one for one in ranks if one.environ()["RANK"] == "1"]
-    below = psutil.Process(command.pid).children(recursive=True)
+    family = below(command.pid)
     victim.kill()
     assert command.wait() == 1
     said = three_parts(command.said)
     assert "lost its peers" in said
     assert "out of memory" in said
-    assert [one for one in below if one.is_running() and one.status() != "zombie"] == []
+    assert alive(family) == []
     assert state_of(project, "train") == "unsealed"
 
 
@@ -131,8 +122,8 @@ def test_a_worker_that_hangs_ends_the_stage_after_the_time_of_the_settings(
     project: Project,
 ) -> None:
     command = start(project, "extract", "--set", "run.silence_seconds=4")
-    until(lambda: workers(command, "pipeline.capture.worker"))
-    [worker] = workers(command, "pipeline.capture.worker")
+    until(lambda: below(command.pid, "pipeline.capture.worker"))
+    [worker] = below(command.pid, "pipeline.capture.worker")
     worker.suspend()
     assert command.wait() == 1
     said = three_parts(command.said)

@@ -4,9 +4,8 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
-
 from pipeline.host.reader import HostReader, Missing, Output
+from tests.processes import await_ends
 
 HERE = HostReader()
 
@@ -34,12 +33,7 @@ def test_a_command_that_hangs_is_a_result_and_leaves_no_child(tmp_path: Path) ->
     assert said.hung
     assert "sh did not answer in 1 s" in said.reason
     assert time.monotonic() - started < 10
-    deadline = time.monotonic() + 5
-    while psutil.pid_exists(child := int(pid.read_text())):
-        if psutil.Process(child).status() == psutil.STATUS_ZOMBIE:
-            break
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    await_ends([int(pid.read_text())], within=5.0)
 
 
 def test_commands_speak_english_and_find_tools_of_root() -> None:

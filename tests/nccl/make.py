@@ -58,7 +58,10 @@ def wait_for_ranks(pid: int) -> list[psutil.Process]:
 
 
 def _connected(process: psutil.Process) -> bool:
-    return any(one.status == psutil.CONN_ESTABLISHED for one in process.net_connections())
+    try:
+        return any(one.status == psutil.CONN_ESTABLISHED for one in process.net_connections())
+    except psutil.NoSuchProcess:
+        return False
 
 
 def wait_for_ends(processes: list[psutil.Process]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.nccl.attempt import Attempt, Launch, attempt
+from pipeline.nccl.attempt import Attempt, Launch, _Ranks, attempt
 from pipeline.nccl.cases import SIMULATED_CASES
 from pipeline.settings.environment import child_environment, stage_environment
 from tests.nccl.make import SMALL, wait_for_ends, wait_for_ranks
@@ -52,9 +52,9 @@ def test_every_message_of_every_rank_is_measured(tmp_path: Path) -> None:
 
 def test_a_hang_is_a_result_in_time_and_leaves_no_process(tmp_path: Path) -> None:
     began = time.monotonic()
-    result = attempt(launch(tmp_path, inject="hang", silence=2))
+    result = attempt(launch(tmp_path, inject="hang", silence=4))
     assert (result.status, result.code, result.at) == ("hung", "HOST-NCCL-HANG", EXTRACTION)
-    assert "no rank said anything for 2 s in extraction: all_reduce bfloat16 1 KiB" in result.detail
+    assert "no rank said anything for 4 s in extraction: all_reduce bfloat16 1 KiB" in result.detail
     assert "HOST-KERNEL-ACS" in result.detail
     assert time.monotonic() - began < 60
     assert alive(result) == []
@@ -66,6 +66,21 @@ def test_a_sum_that_is_off_by_one_in_one_place_is_named(tmp_path: Path) -> None:
     assert "element 511 of message 1 is" in result.detail
     assert result.detail.endswith("1 of 1024 are wrong")
     assert alive(result) == []
+
+
+def test_a_wrong_sum_has_its_place_while_the_other_rank_is_not_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listen = _Ranks._listen
+
+    def late(ranks: _Ranks, rank: int) -> None:
+        if rank == 0:
+            ranks._ranks[rank].process.wait()
+        listen(ranks, rank)
+
+    monkeypatch.setattr(_Ranks, "_listen", late)
+    result = attempt(launch(tmp_path, inject="wrong"))
+    assert (result.status, result.at) == ("wrong", EXTRACTION)
 
 
 def test_a_crash_gives_its_last_line(tmp_path: Path) -> None:

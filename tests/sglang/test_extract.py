@@ -16,6 +16,7 @@ from pipeline.slate.manifest import Manifest
 from pipeline.store.index import ShardIndex
 from pipeline.store.layout import ShardLayout, state_fields
 from pipeline.store.reader import StateDataset
+from tests.processes import below
 
 pytestmark = pytest.mark.sglang
 
@@ -90,14 +91,6 @@ def test_no_process_and_no_staging_is_left(both: tuple[Path, Path, str]) -> None
     )
 
 
-def ranks_below(parent: int) -> list[psutil.Process]:
-    return [
-        one
-        for one in psutil.Process(parent).children(recursive=True)
-        if any(part.startswith("sglang::scheduler") for part in one.cmdline())
-    ]
-
-
 def start_until_ready(root: Path) -> subprocess.Popen[str]:
     running = subprocess.Popen(
         arguments(root, "extract", profile="tiny-sglang"),
@@ -115,7 +108,7 @@ def start_until_ready(root: Path) -> subprocess.Popen[str]:
 
 def test_a_rank_that_dies_ends_the_stage_and_a_resume_goes_on(tmp_path: Path) -> None:
     running = start_until_ready(tmp_path)
-    [rank] = ranks_below(running.pid)
+    [rank] = below(running.pid, "sglang::scheduler")
     os.kill(rank.pid, signal.SIGKILL)
     said, _ = running.communicate(timeout=60)
     assert running.returncode == 1, said
@@ -129,7 +122,7 @@ def test_a_rank_that_dies_ends_the_stage_and_a_resume_goes_on(tmp_path: Path) ->
 
 def test_a_stage_that_is_killed_takes_its_server_along(tmp_path: Path) -> None:
     running = start_until_ready(tmp_path)
-    children = psutil.Process(running.pid).children(recursive=True)
+    children = below(running.pid)
     assert len(children) >= 3
     os.kill(running.pid, signal.SIGKILL)
     running.communicate(timeout=30)

@@ -13,6 +13,7 @@ from pipeline.capture.collector import Wrong
 from pipeline.capture.contract import Receipt, Refusal
 from pipeline.capture.errors import ServerDied
 from pipeline.store.index import Sample
+from tests.processes import below
 from tests.sglang.capturing import ROW_BYTES, Case, Rig, capturing, make_samples
 
 pytestmark = pytest.mark.sglang
@@ -25,11 +26,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 
 
 def scheduler(rig: Rig) -> psutil.Process:
-    [found] = [
-        one
-        for one in psutil.Process(rig.server.pid).children(recursive=True)
-        if any(part.startswith("sglang::scheduler") for part in one.cmdline())
-    ]
+    [found] = below(rig.server.pid, "sglang::scheduler")
     return found
 
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 
 from pipeline.slate.manifest import Manifest
+from tests.processes import alive, below
 
 ROOT = Path(__file__).parents[2]
 
@@ -128,10 +128,10 @@ def test_serve_answers_who_has_the_key_and_stops_in_order(
     assert httpx.get(f"{url[0]}/v1/models", trust_env=False).status_code == 401
     for log in (run.folder / "logs").glob("*serve*-server.log"):
         assert log.stat().st_mode & 0o777 == 0o600
-    children = psutil.Process(process.pid).children(recursive=True)
+    children = below(process.pid)
     assert len(children) >= 2
     process.send_signal(ending)
     assert process.wait(timeout=60) == 0
     assert "serve: stopped in order" in said.read_text()
     assert not key_file.exists()
-    assert not [child for child in children if child.is_running()]
+    assert alive(children) == []

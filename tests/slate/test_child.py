@@ -10,6 +10,7 @@ import pytest
 from pipeline.settings.environment import child_environment
 from pipeline.slate.child import Child
 from pipeline.slate.errors import ChildFailed
+from tests.processes import await_ends
 
 ENVIRONMENT = child_environment({})
 
@@ -154,7 +155,4 @@ def test_a_child_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     pid = int(parent.stdout.readline())
     parent.send_signal(signal.SIGKILL)
     parent.communicate()
-    deadline = time.monotonic() + 10
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    await_ends([pid], within=10.0)

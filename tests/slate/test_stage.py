@@ -19,6 +19,7 @@ from pipeline.slate.manifest import Manifest
 from pipeline.slate.place import Place
 from pipeline.slate.stage import ensure, gpu_problems, perform
 from pipeline.slate.wipe import MANIFEST
+from tests.processes import hear_ctrl_c
 
 SCRIPT = Path(__file__).with_name("demo_stage.py")
 _SPEC = importlib.util.spec_from_file_location("demo_stage", SCRIPT)
@@ -39,8 +40,7 @@ def start(root: Path, *arguments: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # A runner in the background ignores Ctrl-C, and its children would inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=hear_ctrl_c,
     )
 
 

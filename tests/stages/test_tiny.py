@@ -14,6 +14,7 @@ import pytest
 from pipeline.slate.files import read_json
 from pipeline.store.layout import ShardLayout, state_fields
 from pipeline.store.reader import StateDataset
+from tests.processes import below
 
 from .conftest import Project, good, refused
 
@@ -297,16 +298,12 @@ def test_the_engine_stand_in_goes_through_the_same_stage(project: Project) -> No
 
 
 def test_an_engine_process_that_is_killed_ends_the_stage_with_its_name(project: Project) -> None:
-    import psutil
-
     process = project.start("extract", *SMALL_SHARDS)
     deadline = time.monotonic() + 60
     victim = None
     while victim is None:
         assert time.monotonic() < deadline
-        for child in psutil.Process(process.pid).children():
-            if "pipeline.capture.worker" in " ".join(child.cmdline()):
-                victim = child
+        victim = next(iter(below(process.pid, "pipeline.capture.worker")), None)
         time.sleep(0.01)
     victim.kill()
     _, error = process.communicate(timeout=60)
