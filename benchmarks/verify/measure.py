@@ -13,6 +13,7 @@ import os
 import resource
 import subprocess
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +22,7 @@ import torch
 from pipeline.slate.manifest import Manifest, changed_files, seal_files
 from pipeline.slate.wipe import MARKER, claim
 from pipeline.stages.verify import look
+from pipeline.store.check import check_states
 from pipeline.store.layout import state_fields
 from pipeline.store.reader import DatasetFacts
 from pipeline.store.writer import PlannedSample, ShardBuilder
@@ -130,6 +132,9 @@ def main() -> None:
         "digests, past the cache, 4 threads": changed(4, True),
         "make verify: digests and every row": lambda: look(
             folder, stages=["extract"], threads=cores
+        ),
+        "at the end of extract: digests, each sample's too": lambda: deque(
+            check_states(output, threads=cores), maxlen=0
         ),
     }
     other = folder / "of-others"

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from pipeline.slate.errors import SlateError
 from pipeline.slate.files import read_json
 from pipeline.slate.log import SAY, log_only
 from pipeline.slate.progress import Progress
+from pipeline.slate.reread import past_the_cache
 from pipeline.slate.stage import Outcome, Workspace
 from pipeline.slate.wipe import check_wipeable, claim, wipe
 from pipeline.stages.errors import NotProven, StageError, TooFew
@@ -34,16 +36,11 @@ from pipeline.stages.extract_server import (
 )
 from pipeline.stages.run import Run, device_of
 from pipeline.stages.train import drafter_config
+from pipeline.store.check import check_shard, check_states
 from pipeline.store.errors import ShardDamaged
 from pipeline.store.index import Entry, Sample, ShardIndex, counts_of
 from pipeline.store.layout import row_bytes, state_fields
-from pipeline.store.reader import (
-    DatasetFacts,
-    PreparedSamples,
-    StateDataset,
-    check_shard,
-    check_states,
-)
+from pipeline.store.reader import DatasetFacts, PreparedSamples, StateDataset
 from pipeline.target.facts import fingerprint
 from pipeline.target.tensors import check_ends, read_head
 
@@ -261,21 +258,36 @@ class ExtractStage:
 
         Whatever else lies there is removed and captured again.
         """
-        keep = set()
-        for number, members in enumerate(shards):
+        found = [*workspace.output.glob("states-*.safetensors")]
+        direct = past_the_cache(sum(path.lstat().st_size for path in found))
+
+        def whole(number: int) -> bool:
             path = workspace.output / f"{shard_name(number)}.json"
             if not path.exists():
-                continue
+                return False
             try:
                 index = ShardIndex.read(path)
                 named = {entry.id for entry in index.entries} | {name for name, _ in index.skipped}
                 if path.is_symlink() or (workspace.output / index.shard).is_symlink():
                     SAY.warning("extract: %s or its shard is a link: captured again", path)
-                elif named == {entry.id for entry in members}:
-                    check_shard(workspace.output, index, fields=fields)
-                    keep.add(number)
+                    return False
+                if named != {entry.id for entry in shards[number]}:
+                    return False
+                check_shard(workspace.output, index, fields=fields, direct=direct)
             except (ShardDamaged, SlateError) as damaged:
                 SAY.warning("extract: captured again: %s", damaged.found)
+                return False
+            return True
+
+        keep = set()
+        with (
+            Progress("extract: looking for whole shards", total=len(shards), unit="shards") as done,
+            ThreadPoolExecutor(self._run.threads) as pool,
+        ):
+            for number, kept in enumerate(pool.map(whole, range(len(shards)))):
+                done.advance(1)
+                if kept:
+                    keep.add(number)
         for path in workspace.output.glob("states-*"):
             if int(path.stem.removeprefix("states-")) not in keep:
                 path.unlink()

@@ -36,9 +36,9 @@ from pipeline.stages.verify import (
     LEFTOVER,
     Verdict,
 )
+from pipeline.store.check import check_shard
 from pipeline.store.index import ShardIndex
 from pipeline.store.layout import ShardLayout, row_bytes
-from pipeline.store.reader import check_shard
 from pipeline.store.rewrite import read_rows, rewrite_shard
 
 _EXTRACT = "extract"

@@ -5,14 +5,17 @@ import hashlib
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy
 
-from pipeline.slate.reread import PIECE_BYTES
+from pipeline.slate.reread import PIECE_BYTES, digest_once, past_the_cache
+from pipeline.store.errors import ShardDamaged
 from pipeline.store.index import Entry, Sample, ShardIndex, digest_head, tensor_bytes
-from pipeline.store.layout import Field, ShardLayout
+from pipeline.store.layout import Field, ShardLayout, row_bytes, state_fields
+from pipeline.store.reader import DatasetFacts, StateDataset
 
 _BLOCK_BYTES = 256 << 10  # of rows judged at once: stays in a core's cache
 _MAGNITUDE, _INFINITE = 0x7FFF, 0x7F80  # of bfloat16: all but the sign; from here on not finite
@@ -38,6 +41,64 @@ class BadSample:
         return f"{self.id}{place}: {self.what}"
 
 
+class _Passing:
+    """The tensors of a shard that passes by, piece for piece."""
+
+    def __init__(self, layout: ShardLayout) -> None:
+        self._places = [
+            (field, start, start + field.row_bytes * layout.rows)
+            for field, start in zip(layout.fields, layout.offsets().values(), strict=True)
+        ]
+        self._at, self._end = 0, layout.file_bytes
+
+    @property
+    def passed(self) -> bool:
+        """Whether all of it has passed."""
+        return self._at == self._end
+
+    def fields_of(self, piece: memoryview) -> Iterator[tuple[Field, int, memoryview]]:
+        """What of the next bytes belongs to which field, from which byte of that field on."""
+        start, self._at = self._at, self._at + len(piece)
+        for field, first, last in self._places:
+            one, two = max(start, first), min(self._at, last)
+            if one < two:
+                yield field, one - first, piece[one - start : two - start]
+
+
+class _DigestsWatch:
+    """Sees a shard pass by, piece for piece, and takes the digest of each sample."""
+
+    def __init__(self, index: ShardIndex, fields: Sequence[Field]) -> None:
+        self._file = _Passing(ShardLayout(tuple(fields), index.rows))
+        self._entries = index.entries
+        self._starts = [entry.offset for entry in index.entries]
+        self._digests = [hashlib.sha256() for _ in index.entries]
+
+    def see(self, piece: memoryview) -> None:
+        """The next bytes of the file."""
+        for field, offset, data in self._file.fields_of(piece):
+            self._take(field, offset, data)
+
+    def _take(self, field: Field, offset: int, data: memoryview) -> None:
+        # A sample's digest goes field by field, as the file does.
+        while data:
+            number = bisect_right(self._starts, offset // field.row_bytes) - 1
+            entry, digest = self._entries[number], self._digests[number]
+            first = entry.offset * field.row_bytes
+            if offset == first:
+                digest.update(digest_head(field.name, field.dtype, field.shape(entry.length)))
+            size = min(len(data), first + entry.length * field.row_bytes - offset)
+            digest.update(data[:size])
+            offset, data = offset + size, data[size:]
+
+    def right(self) -> bool:
+        """Whether every sample's digest is that of the index, once all pieces have passed."""
+        return all(
+            digest.hexdigest() == entry.digest
+            for entry, digest in zip(self._entries, self._digests, strict=True)
+        )
+
+
 class StatesWatch:
     """Sees a shard of states pass by, piece for piece, and finds rows that no capture gives.
 
@@ -51,13 +112,8 @@ class StatesWatch:
         fields: Sequence[Field],
         prepared: Callable[[str], Sample | None],
     ) -> None:
-        layout = ShardLayout(tuple(fields), index.rows)
         self._index, self._prepared = index, prepared
-        self._places = [
-            (field, start, start + field.row_bytes * index.rows)
-            for field, start in zip(fields, layout.offsets().values(), strict=True)
-        ]
-        self._at, self._end = 0, layout.file_bytes
+        self._file = _Passing(ShardLayout(tuple(fields), index.rows))
         self._rest = bytearray()  # of a row whose other bytes are in the next piece
         self._small = {field.name: bytearray() for field in fields if field.width is None}
         self._bad: dict[tuple[str, str], list[int]] = {}  # (field, what) -> rows of the shard
@@ -65,12 +121,9 @@ class StatesWatch:
 
     def see(self, piece: memoryview) -> None:
         """The next bytes of the file."""
-        start, self._at = self._at, self._at + len(piece)
-        for field, first, last in self._places:
-            one, two = max(start, first), min(self._at, last)
-            if one < two:
-                self._take(field, one - first, piece[one - start : two - start])
-        if self._at == self._end:
+        for field, offset, data in self._file.fields_of(piece):
+            self._take(field, offset, data)
+        if self._file.passed:
             for entry in self._index.entries:
                 self._others[entry.id] = list(self._compare(entry))
             self._small.clear()  # thousands of shards are looked at
@@ -187,3 +240,52 @@ def _differs(
     if digest.hexdigest() == entry.digest:
         return None
     return BadSample(entry.id, "its rows are not those of its digest")
+
+
+def check_shard(
+    folder: Path, index: ShardIndex, *, fields: tuple[Field, ...], direct: bool = False
+) -> None:
+    """Compares a shard's file and each sample's rows with the index; reads the file once.
+
+    direct: past the page cache where the file system can. ShardDamaged names the samples whose rows
+    differ or cannot be read, or says that only bytes outside them do.
+    """
+    if not index.entries:
+        return
+    path = folder / index.shard
+    watch = _DigestsWatch(index, fields)
+    try:
+        digest = digest_once(path, direct=direct, see=watch.see)
+        if digest == index.sha256 and watch.right():
+            return
+        what = "its bytes are not those of its index"
+    except OSError as error:
+        what = f"cannot be read: {error.strerror}"
+    bad, _ = differing_samples(path, index, fields)
+    if bad:
+        what = "; ".join(str(one) for one in bad[:5])
+        what += f" (and {len(bad) - 5} more)" if len(bad) > 5 else ""
+    raise ShardDamaged(
+        f"{path}: {what}",
+        wanted="the bytes that were written when the shard was made",
+        next_step="make extract RESUME=1 captures that shard again, or make repair if it is sealed "
+        "(a damaged disk? see dmesg)",
+    )
+
+
+def check_states(folder: Path, *, threads: int) -> Iterator[int]:
+    """Compares every shard of a dataset with its index; yields rows as shards are done.
+
+    ShardDamaged at the first shard that differs. Reads everything once, `threads` shards at a time.
+    """
+    facts = DatasetFacts.read(folder)
+    fields = state_fields(facts.hidden_size, taps=len(facts.taps))
+    indexes = StateDataset(folder).indexes
+    direct = past_the_cache(sum(index.rows for index in indexes) * row_bytes(fields))
+
+    def check(index: ShardIndex) -> int:
+        check_shard(folder, index, fields=fields, direct=direct)
+        return index.rows
+
+    with ThreadPoolExecutor(threads) as pool:
+        yield from pool.map(check, indexes)

@@ -4,8 +4,6 @@ import mmap
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -13,9 +11,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from pipeline.slate.files import read_json, sha256_file, write_json
+from pipeline.slate.files import read_json, write_json
 from pipeline.store.errors import ShardDamaged, StoreError
-from pipeline.store.index import Entry, Sample, ShardIndex, sample_digest
+from pipeline.store.index import Entry, Sample, ShardIndex
 from pipeline.store.layout import SAMPLE_FIELDS, Field, ShardLayout, state_fields
 from pipeline.store.rows import RowFiles, open_shard
 
@@ -248,43 +246,3 @@ class StateDataset:
     def row_files(self, *, direct: bool | None = None) -> RowFiles:
         """Its files, for reading rows into memory of the caller's; direct: see RowFiles."""
         return RowFiles(self._folder.folder, self._folder.layouts, direct=direct)
-
-
-def check_shard(folder: Path, index: ShardIndex, *, fields: tuple[Field, ...]) -> None:
-    """Compares a shard's file and each sample's rows with the index.
-
-    ShardDamaged names the samples whose rows differ, or says that only bytes outside them do.
-    """
-    if not index.entries:
-        return
-    path = folder / index.shard
-    shard = MappedShard(path, layout=ShardLayout(fields, index.rows))
-    bad = [
-        entry.id
-        for entry in index.entries
-        if sample_digest(fields, shard.rows(entry.offset, entry.length)) != entry.digest
-    ]
-    if not bad and sha256_file(path) == index.sha256:
-        return
-    named = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
-    raise ShardDamaged(
-        f"{path}: rows of {named} differ" if bad else f"{path}: its sha256 differs",
-        wanted="the bytes that were written when the shard was made",
-        next_step="extract again: make extract (a damaged disk? see dmesg)",
-    )
-
-
-def check_states(folder: Path, *, threads: int) -> Iterator[int]:
-    """Compares every shard of a dataset with its index; yields rows as shards are done.
-
-    ShardDamaged at the first shard that differs. Reads everything once, `threads` shards at a time.
-    """
-    facts = DatasetFacts.read(folder)
-    fields = state_fields(facts.hidden_size, taps=len(facts.taps))
-
-    def check(index: ShardIndex) -> int:
-        check_shard(folder, index, fields=fields)
-        return index.rows
-
-    with ThreadPoolExecutor(threads) as pool:
-        yield from pool.map(check, StateDataset(folder).indexes)

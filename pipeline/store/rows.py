@@ -34,7 +34,7 @@ def open_shard(path: Path, *, layout: ShardLayout) -> int:
     header = layout.header()
     file = -1
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         size = os.fstat(file).st_size
         found = os.pread(file, len(header), 0)
     except OSError as error:

@@ -74,6 +74,7 @@ FAULTS = {
         Injected("fsync", "EIO", "extract/.states-00000.partial"),
         Injected("rename", "ENOSPC", "extract/.states-00000.partial"),
         Injected("fsync", "EIO", "extract/.states-00000.json.partial"),
+        Injected("preadv2", "EIO", "extract/states-00000.safetensors"),  # proving what was written
         Injected("fsync", "EIO", "extract/.manifest.json.partial"),
         Injected("fsync", "EIO", "extract", when=3),  # after the manifest's rename
     ],

@@ -41,9 +41,10 @@ from pipeline.settings.strict_json import parse_json
 from pipeline.slate.files import read_json
 from pipeline.slate.manifest import Manifest, changed_files
 from pipeline.slate.wipe import owned_directories, read_marker
+from pipeline.store.check import check_shard, check_states
 from pipeline.store.index import Sample, ShardIndex
 from pipeline.store.layout import SAMPLE_FIELDS
-from pipeline.store.reader import PreparedSamples, StateDataset, check_shard, check_states
+from pipeline.store.reader import PreparedSamples, StateDataset
 from pipeline.target.facts import fingerprint, read_facts
 from pipeline.target.gguf import convert_gguf
 from pipeline.target.gguf_check import check_weights

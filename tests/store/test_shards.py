@@ -1,8 +1,11 @@
+import errno
 import os
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -10,10 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from pipeline.slate.reread import digest_once
+from pipeline.store.check import check_states
 from pipeline.store.errors import ShardDamaged, StoreError
 from pipeline.store.index import ShardIndex
 from pipeline.store.layout import SAMPLE_FIELDS, ShardLayout, state_fields
-from pipeline.store.reader import DatasetFacts, PreparedSamples, StateDataset, check_states
+from pipeline.store.reader import DatasetFacts, PreparedSamples, StateDataset
 from pipeline.store.writer import PlannedSample, SampleWriter, ShardBuilder, to_sample
 
 HIDDEN = 8
@@ -110,7 +115,75 @@ def test_swapped_rows_are_named_with_their_sample(tmp_path: Path) -> None:
     one, two = slice(start, start + 16), slice(start + 16, start + 32)
     data[one], data[two] = data[two], data[one]
     path.write_bytes(data)
-    with pytest.raises(ShardDamaged, match="rows of 2 differ"):
+    with pytest.raises(ShardDamaged, match="2: its rows are not those of its digest"):
+        list(check_states(tmp_path, threads=1))
+
+
+def test_an_index_that_tells_of_other_rows_than_the_shard_has_is_noticed(tmp_path: Path) -> None:
+    index = build(tmp_path, {"1": 4, "2": 4, "3": 4}, order=["1", "2", "3"], skip=set())
+    one, two, three = index.entries
+    entries = (one, replace(two, digest=three.digest), replace(three, digest=two.digest))
+    replace(index, entries=entries).write(tmp_path / "states-00000.json")
+    with pytest.raises(ShardDamaged, match=r"2: its rows are not those .*; 3: its rows are not"):
+        list(check_states(tmp_path, threads=1))
+
+
+def test_an_index_of_another_file_digest_is_noticed(tmp_path: Path) -> None:
+    index = build(tmp_path, {"1": 4}, order=["1"], skip=set())
+    replace(index, sha256="0" * 64).write(tmp_path / "states-00000.json")
+    with pytest.raises(ShardDamaged, match="its bytes are not those of its index"):
+        list(check_states(tmp_path, threads=1))
+
+
+@pytest.mark.parametrize("large", [True, False], ids=["past-the-cache", "through-it"])
+def test_more_than_memory_keeps_is_proven_past_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool
+) -> None:
+    build(tmp_path, {"1": 4}, order=["1"], skip=set())
+    seen = []
+
+    def told(path: Path, **how: Any) -> str:
+        seen.append(how["direct"])
+        return digest_once(path, **how)
+
+    monkeypatch.setattr("pipeline.store.check.past_the_cache", lambda _bytes: large)
+    monkeypatch.setattr("pipeline.store.check.digest_once", told)
+    assert list(check_states(tmp_path, threads=1)) == [4]
+    assert seen == [large]
+
+
+@settings(max_examples=20, deadline=None)
+@given(lengths=st.lists(st.integers(1, 400), min_size=1, max_size=5))
+def test_rows_are_proven_wherever_a_piece_of_the_file_ends(
+    lengths: list[int], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("shard")
+    named = {str(number): length for number, length in enumerate(lengths)}
+    build(folder, named, order=list(named), skip=set())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pipeline.slate.reread.PIECE_BYTES", 4096)
+        assert list(check_states(folder, threads=1)) == [sum(lengths)]
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["block", "once"])
+def test_a_block_that_cannot_be_read_is_an_error_of_the_shard_and_not_of_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    build(tmp_path, {"1": 3, "2": 4}, order=["1", "2"], skip=set())
+
+    def broken(*_: object) -> NoReturn:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", broken)
+    whole = os.pread
+    bad = ShardLayout(FIELDS, 7).offsets()["tap_1"] + 3 * 2 * HIDDEN
+
+    def reads(file: int, size: int, at: int) -> bytes:
+        return broken() if again and at <= bad < at + size else whole(file, size, at)
+
+    monkeypatch.setattr(os, "pread", reads)
+    says = "2 tap_1 rows 0 to 3: cannot be read" if again else "safetensors: cannot be read"
+    with pytest.raises(ShardDamaged, match=says + ": Input/output error"):
         list(check_states(tmp_path, threads=1))
 
 
