@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pipeline.adoption.errors import AdoptionError
 from pipeline.target.layout import read_config, read_layout
+from pipeline.target.tensors import read_tensor
 
 _NAMES = (
     "model.norm.weight",
@@ -24,17 +24,13 @@ def read_norm(folder: Path, *, hidden_size: int) -> Tensor:
     """The weight that a normed row is multiplied by, float32 [H].
 
     AdoptionError when the target has no plain RMS norm under a known name: whether its final states
-    are normed could then not be proven.
+    are normed could then not be proven. TensorError when the norm cannot be read.
     """
     layout = read_layout(folder)
     names = [name for name in _NAMES if name in layout.tensors]
     if len(names) != 1 or names[0].replace("weight", "bias") in layout.tensors:
         raise _refused(folder, f"{len(names)} final norms of the kind that is known here")
-    try:
-        with safe_open(layout.tensors[names[0]].file, framework="pt") as file:
-            weight: Tensor = file.get_tensor(names[0]).float()
-    except (OSError, SafetensorError) as error:
-        raise _refused(folder, f"{names[0]}: {error}") from error
+    weight = read_tensor(layout.tensors[names[0]], names[0]).float()
     if str(read_config(folder).get("model_type", "")).startswith("gemma"):
         weight = weight + 1.0  # Gemma stores what is added to 1
     if weight.shape != (hidden_size,) or not bool((weight.abs() > _SMALLEST).all()):

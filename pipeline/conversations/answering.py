@@ -12,7 +12,7 @@ from pipeline.conversations.answers import Answer, FinishReason
 from pipeline.conversations.errors import ConversationError, RendererError
 from pipeline.conversations.template import render_template
 from pipeline.settings.strict_json import parse_json
-from pipeline.slate.files import read_json, sha256_json, write_json
+from pipeline.slate.files import named, read_json, sha256_json, write_json
 from pipeline.target.facts import fingerprint, read_facts
 
 
@@ -63,7 +63,7 @@ def read_prompt_file(path: Path) -> list[dict[str, Any]]:
     """The prompts, each with an id of its own. ConversationError when one is broken."""
     prompts: list[dict[str, Any]] = []
     seen: set[str] = set()
-    with path.open("rb") as file:
+    with named(path), path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
                 prompt = parse_json(line)

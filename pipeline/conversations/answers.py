@@ -107,7 +107,7 @@ def take_back(path: Path, batches: Sequence[Sequence[str]]) -> int:
     ends = _batch_ends(batches)
     found = 0
     whole_batches, whole_bytes, at = 0, 0, 0
-    with path.open("rb") as file:
+    with named(path), path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 break
@@ -122,7 +122,7 @@ def take_back(path: Path, batches: Sequence[Sequence[str]]) -> int:
             at += len(line)
             if found in ends:
                 whole_batches, whole_bytes = ends[found], at
-    with path.open("rb+") as file:
+    with named(path), path.open("rb+") as file:
         file.truncate(whole_bytes)
         os.fsync(file.fileno())
     return whole_batches
@@ -138,7 +138,7 @@ def answered_ids(path: Path, known: Collection[str]) -> set[str]:
     if not path.exists():
         return found
     at = 0
-    with path.open("rb") as file:
+    with named(path), path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 break
@@ -151,7 +151,7 @@ def answered_ids(path: Path, known: Collection[str]) -> set[str]:
                 )
             found.add(answer.id)
             at += len(line)
-    with path.open("rb+") as file:
+    with named(path), path.open("rb+") as file:
         file.truncate(at)
         os.fsync(file.fileno())
     return found
@@ -179,7 +179,7 @@ def read_answers(
     kept: list[Answer] = []
     seen: set[str] = set()
     counts = dict.fromkeys(("read", "stop", "length", "empty", "repeated"), 0)
-    with path.open("rb") as file:
+    with named(path), path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             answer = _from_line(line, where=f"{path}:{number}")
             ended = bool(answer.answer_ids) and answer.answer_ids[-1] in end_of_turn_ids

@@ -44,6 +44,7 @@ from pipeline.conversations.json_text import (
     too_many,
 )
 from pipeline.conversations.normalise import COLUMNS, RECORD_KEYS
+from pipeline.slate.files import named
 
 MAX_RECORD_BYTES = 64 * 2**20
 KINDS = (".json", ".jsonl", ".ndjson", ".parquet", ".json.gz", ".jsonl.gz", ".ndjson.gz")
@@ -138,7 +139,7 @@ def kind_of(path: Path) -> str:
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
     """The file's bytes, unpacked if they are gzip (by content: names lie), a BOM left out."""
-    with path.open("rb") as raw:
+    with named(path), path.open("rb") as raw:
         packed = raw.read(2) == b"\x1f\x8b"
         raw.seek(0)
         if path.name.lower().endswith(".gz") and not packed:

@@ -20,7 +20,7 @@ from pipeline.draft.errors import ExportError
 from pipeline.draft.model import Drafter
 from pipeline.draft.servers import ARCHITECTURE, TABLES, server_layer_ids, table_shapes
 from pipeline.draft.vocabulary import DraftVocabulary
-from pipeline.slate.files import read_json, write_atomic, write_json
+from pipeline.slate.files import read_json, read_through, write_atomic, write_json
 from pipeline.target.facts import TargetFacts
 
 WEIGHTS_NAME = "model.safetensors"
@@ -140,8 +140,9 @@ def load_exported(folder: Path) -> tuple[Drafter, DraftVocabulary, DrafterConfig
             f"{ {key: wanted.get(key) for key in differing} }, as its {_OWN_KEY!r} block says",
         )
     try:
+        read_through(folder / WEIGHTS_NAME)
         tensors = load_file(folder / WEIGHTS_NAME)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, RuntimeError) as error:  # the last: torch cannot open it
         raise _broken(f"{folder / WEIGHTS_NAME}: {error}", "readable safetensors") from error
     check_tensors(tensors, config)
     vocabulary = DraftVocabulary.from_tensors(tensors, source=str(folder / WEIGHTS_NAME))

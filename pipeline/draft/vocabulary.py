@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from pipeline.draft.errors import VocabularyError
-from pipeline.slate.files import write_atomic
+from pipeline.slate.files import read_through, write_atomic
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -100,8 +100,9 @@ class DraftVocabulary:
     def load(cls, path: Path) -> "DraftVocabulary":
         """What `save` wrote, checked again. VocabularyError, naming the file."""
         try:
+            read_through(path)
             tensors = load_file(path)
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, RuntimeError) as error:  # the last: torch cannot open it
             raise _broken(f"{path}: {error}", "a readable safetensors file") from error
         if set(tensors) != {"d2t", "t2d"}:
             raise _broken(f"{path} with tensors {sorted(tensors)}", "exactly d2t and t2d")

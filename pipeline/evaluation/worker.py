@@ -21,6 +21,7 @@ from pipeline.evaluation.acceptance import Outcome
 from pipeline.evaluation.errors import EvaluationError, WrongDrafter
 from pipeline.evaluation.serving import ServingDrafter
 from pipeline.evaluation.speculative import decode_twice
+from pipeline.slate.files import named
 from pipeline.slate.worker import run_worker
 from pipeline.target.load import load_target
 
@@ -37,7 +38,9 @@ class Emitter(Protocol):
 def read_prompts(path: Path) -> list[tuple[str, list[int]]]:
     """(id, token ids) of each line. EvaluationError names a line that is something else."""
     prompts = []
-    for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1):
+    with named(path):
+        lines = path.read_text("utf-8").splitlines()
+    for number, line in enumerate(lines, start=1):
         try:
             value = json.loads(line)
             name, ids = value["id"], value["prompt_ids"]

@@ -134,6 +134,22 @@ def read_json(path: Path) -> Any:
         ) from error
 
 
+def read_through(path: Path, *, start: int = 0, end: int | None = None) -> None:
+    """Sees that a file's bytes [start, end) can be read. OSError, naming the file, when not.
+
+    For what is mapped next: under a map, bytes that cannot be read end the process without a word.
+    """
+    left = (path.stat().st_size if end is None else end) - start
+    piece = memoryview(bytearray(min(left, _CHUNK_BYTES)))
+    with named(path), path.open("rb", buffering=0) as file:
+        file.seek(start)
+        while left:
+            size = file.readinto(piece[:left])
+            if not size:
+                raise OSError(errno.EIO, f"it ends {left} bytes early")
+            left -= size
+
+
 def sha256_file(path: Path) -> str:
     """Hex digest of a file's bytes, read in pieces. OSError as the system gives it."""
     digest = hashlib.sha256()

@@ -22,7 +22,7 @@ from pipeline.adoption.norm import read_norm
 from pipeline.adoption.shards import NO_DUMP, Source, sources_name, write_shards
 from pipeline.adoption.survey import Journal, claims, pool_of, survey
 from pipeline.capture.drive import shard_name
-from pipeline.slate.files import read_json, write_atomic
+from pipeline.slate.files import named, read_json, write_atomic
 from pipeline.slate.log import SAY
 from pipeline.slate.progress import Progress, in_mib
 from pipeline.slate.stage import Outcome, Workspace
@@ -267,7 +267,8 @@ class AdoptStage(ExtractStage):
         samples = PreparedSamples.open(self._run.output("prepare"))
         dataset = StateDataset.open(workspace.output)
         check_complete(samples, dataset)
-        with (workspace.output / REQUESTS).open(encoding="utf-8") as file:
+        listed = workspace.output / REQUESTS
+        with named(listed), listed.open(encoding="utf-8") as file:
             outcomes = Counter(json.loads(line)["outcome"] for line in file)
         adopted, found = outcomes.pop(ADOPTED, 0), len(self._dump.requests)
         kept, read = len(dataset.entries), len(samples.entries)

@@ -17,7 +17,7 @@ from pipeline.evaluation.acceptance import Outcome as DecodedTwice
 from pipeline.evaluation.sglang_counts import AGREEMENT, Agreement, ServerOutcome, summarise_server
 from pipeline.settings.environment import child_environment
 from pipeline.slate.child import Child
-from pipeline.slate.files import read_json, write_atomic, write_json
+from pipeline.slate.files import named, read_json, write_atomic, write_json
 from pipeline.slate.log import SAY
 from pipeline.slate.progress import Progress
 from pipeline.slate.stage import Outcome, Workspace
@@ -270,7 +270,8 @@ def _want_agreement(both: Agreement) -> None:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    with named(path):
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def _loop_outcomes(path: Path) -> list[DecodedTwice]:
@@ -283,7 +284,8 @@ def _write_lines(path: Path, values: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _lines(path: Path) -> int:
-    return path.read_text(encoding="utf-8").count("\n")
+    with named(path):
+        return path.read_text(encoding="utf-8").count("\n")
 
 
 def _merged(children: Sequence[Child]) -> Iterator[dict[str, Any]]:

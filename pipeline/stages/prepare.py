@@ -371,7 +371,8 @@ class PrepareStage:
         counts = read_json(workspace.output / _COUNTS)
         samples = PreparedSamples.open(workspace.output)
         lost = sum(counts["skipped"].values())
-        with (workspace.output / _SKIPPED).open("rb") as file:
+        listed = workspace.output / _SKIPPED
+        with named(listed), listed.open("rb") as file:
             lines = sum(1 for _ in file)
         if counts["read"] != counts["kept"] + lost or lost != lines:
             raise NotProven(

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
-from pipeline.slate.files import read_json, sha256_file, sha256_json
+from pipeline.slate.files import named, read_json, sha256_file, sha256_json
 from pipeline.target.errors import FolderError
 from pipeline.target.layout import INDEX_NAME, TensorPlace, read_config, read_layout
 
@@ -229,7 +229,7 @@ def _samples_digest(tensors: Mapping[str, TensorPlace]) -> str:
         by_file.setdefault(tensors[name].file, []).append(name)
     pieces: dict[str, bytes] = {}
     for path, inside in by_file.items():
-        with path.open("rb") as file:
+        with named(path), path.open("rb") as file:
             for name in inside:
                 place = tensors[name]
                 file.seek(max(place.start, (place.start + place.end - _SAMPLED_BYTES) // 2))

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from pipeline.slate.files import read_through
 from pipeline.target.errors import TensorError
 from pipeline.target.facts import is_tied, said_or_default, text_config
 from pipeline.target.layout import TensorPlace, WeightLayout, read_config, read_layout
@@ -172,15 +173,7 @@ def _read(place: TensorPlace, name: str, *, config: Mapping[str, Any]) -> Tensor
             wanted=f"[vocab_size, hidden_size] = {list(wanted)} of {where}",
             next_step="check that the weights in the folder belong to its config.json",
         )
-    try:
-        with safe_open(place.file, framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-    except (OSError, SafetensorError) as error:
-        raise TensorError(
-            f"{place.file}: {name}: {error}",
-            wanted="a whole safetensors file",
-            next_step="fetch the model's folder again, whole",
-        ) from error
+    tensor = read_tensor(place, name)
     if not bool(torch.isfinite(tensor).all()):
         raise TensorError(
             f"{place.file}: {name} holds values that are not finite",
@@ -188,3 +181,18 @@ def _read(place: TensorPlace, name: str, *, config: Mapping[str, Any]) -> Tensor
             next_step="fetch the model's folder again, whole",
         )
     return tensor
+
+
+def read_tensor(place: TensorPlace, name: str) -> Tensor:
+    """A stored tensor, as a map of its file. TensorError when it cannot be read."""
+    try:
+        read_through(place.file, start=place.start, end=place.end)
+        with safe_open(place.file, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+            return tensor
+    except (OSError, SafetensorError, RuntimeError) as error:  # the last: torch cannot open it
+        raise TensorError(
+            f"{place.file}: {name}: {error}",
+            wanted="a whole safetensors file on a disk that can be read",
+            next_step="fetch the model's folder again, whole (a damaged disk? see dmesg)",
+        ) from error

@@ -34,7 +34,7 @@ def load_tokenizer(folder: Path, *, remote_code: bool) -> Any:
         raise FolderError(
             f"{folder}: tokenizer: {type(error).__name__}: {error}",
             wanted="a whole tokenizer in the target's folder",
-            next_step="check the target's folder in the profile",
+            next_step="check the target's folder in the profile (a damaged disk? see dmesg)",
         ) from error
 
 

@@ -300,7 +300,7 @@ def _remove_quietly(folder: Path) -> None:
 def _tensors(folder: Path, name: str) -> dict[str, Tensor]:
     try:
         return load_file(folder / name)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, RuntimeError) as error:  # the last: torch cannot open it
         raise _broken(folder, f"{name}: {error}") from error
 
 

@@ -69,7 +69,9 @@ class MetricsLog:
         kept: list[bytes] = []
         steps = 0
         if resumed_at and self._path.exists():
-            for line in self._path.read_bytes().split(b"\n"):
+            with named(self._path):
+                lines = self._path.read_bytes().split(b"\n")
+            for line in lines:
                 try:
                     value = parse_json(line)
                     if value["step"] <= resumed_at:

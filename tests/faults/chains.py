@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.slate.manifest import Manifest
-from tests.stages.conftest import Project, good
+from tests.stages.conftest import ROOT, Project, good
 
 from .running import Injected, goes_well, start, state_of, traced, until
 
 KILLS = 10
+CONVERSATIONS = ROOT / "pipeline" / "profiles" / "tiny.jsonl"
 STAGES = ("prepare", "extract", "train", "export", "evaluate", "report")
 
 
@@ -60,6 +61,7 @@ def kills(project: Project, stage: str) -> Killed:
 FAULTS = {
     "target": [Injected("fsync", "EIO", "target/.model.safetensors.partial")],
     "prepare": [
+        Injected("read", "EIO", str(CONVERSATIONS), when=4, before=True),  # its first bytes
         Injected("unlink", "EROFS", "prepare/manifest.json", before=True),
         Injected("rename", "ENOSPC", "prepare/..cleanslate.json.partial"),
         Injected("fsync", "EIO", "prepare/answers.jsonl"),
@@ -68,6 +70,7 @@ FAULTS = {
         Injected("write", "ENOSPC", "prepare/.manifest.json.partial"),
     ],
     "extract": [
+        Injected("read", "EIO", "target/model.safetensors", when=3, before=True),  # its head
         Injected("preadv2", "EIO", "prepare/samples-00000.safetensors", before=True),
         Injected("fallocate", "ENOSPC", "extract/.states-00000.partial"),
         Injected("pwrite64", "EIO", "extract/.states-00000.partial", when=3),
@@ -79,6 +82,8 @@ FAULTS = {
         Injected("fsync", "EIO", "extract", when=3),  # after the manifest's rename
     ],
     "train": [
+        Injected("read", "EIO", "target/model.safetensors", when=3, before=True),  # its fingerprint
+        Injected("openat", "EIO", "prepare/draft_vocabulary.safetensors", when=3, before=True),
         Injected("preadv2", "EIO", "extract/states-00000.safetensors", before=True),
         Injected("preadv2", "EIO", "extract/states-00000.safetensors", when=3),  # in training
         Injected("write", "ENOSPC", "train/metrics.jsonl", when=3),

@@ -52,8 +52,9 @@ def three_parts(said: str) -> str:
 class Injected:
     """An error of the system in one call: see strace(1), `inject`.
 
-    path: below the run's folder; only calls that name it, or a file opened by that name. when: the
-    how manyeth such call of a thread. before: it fails before the old output is wiped.
+    path: below the run's folder, or absolute; only calls that name it, or a file opened by that
+    name. when: the how manyeth such call of a thread. before: it fails before the old output is
+    wiped.
     """
 
     calls: str

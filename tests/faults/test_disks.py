@@ -22,7 +22,7 @@ WORDS = {
 }
 WHOLE = re.compile(r"states-\d+\.json|step-\d+")
 CASES = [
-    pytest.param(stage, number, id=f"{one.error}-{one.calls}-{one.path.replace('/', '-')}")
+    pytest.param(stage, number, id="-".join((one.error, one.calls, *Path(one.path).parts[-2:])))
     for stage, ones in FAULTS.items()
     for number, one in enumerate(ones)
 ]

@@ -13,6 +13,7 @@ from pipeline.slate.files import (
     disk_fault,
     named,
     read_json,
+    read_through,
     sha256_json,
     write_atomic,
 )
@@ -115,3 +116,15 @@ def test_a_fault_survives_a_process_border() -> None:
     assert isinstance(again, Fault)
     assert type(again) is SlateError
     assert str(again) == "a; wanted b; next: c"
+
+
+def test_bytes_that_cannot_be_read_are_noticed_before_they_are_mapped(tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    whole.write_bytes(bytes(20_000_000))
+    read_through(whole)
+    read_through(whole, start=8 << 20, end=20_000_000)
+    with pytest.raises(OSError, match=r"it ends 1 bytes early.*whole"):
+        read_through(whole, start=5, end=20_000_001)
+    # No page of a process lies at address 0: the kernel answers as a disk with a bad block does.
+    with pytest.raises(OSError, match=r"Input/output error.*/proc/self/mem"):
+        read_through(Path("/proc/self/mem"), end=4096)
