@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from pipeline.slate.manifest import Manifest
-from tests.processes import alive, below
+from tests.processes import below
 
 ROOT = Path(__file__).parents[2]
 
@@ -134,4 +134,4 @@ def test_serve_answers_who_has_the_key_and_stops_in_order(
     assert process.wait(timeout=60) == 0
     assert "serve: stopped in order" in said.read_text()
     assert not key_file.exists()
-    assert alive(children) == []
+    assert not [child for child in children if child.is_running()]
