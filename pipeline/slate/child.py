@@ -30,6 +30,17 @@ _LOOK = {
 }
 
 
+def ending(status: int) -> tuple[str, str]:
+    """How a process ended, and where to look for why ("" where its own words must do).
+
+    status: as subprocess gives it; a signal's number is negative.
+    """
+    if status >= 0:
+        return f"ended with status {status}", ""
+    sent = signal.Signals(-status)
+    return f"was killed by {sent.name}, signal {-status}", _LOOK.get(sent, "")
+
+
 class Child:
     """One Python module run as a child process, as a context manager.
 
@@ -158,16 +169,9 @@ class Child:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=5)
         code = self._process.returncode
-        look = ""
-        if code is None:
-            ending = "is still running"
-        elif code < 0:
-            ending = f"was killed by {signal.Signals(-code).name}, signal {-code}"
-            look = _LOOK.get(signal.Signals(-code), "")
-        else:
-            ending = f"ended with status {code}"
+        ended, look = ("is still running", "") if code is None else ending(code)
         return ChildFailed(
-            f"{self.module} (pid {self.pid}) {what} and {ending}{self._log_tail()}",
+            f"{self.module} (pid {self.pid}) {what} and {ended}{self._log_tail()}",
             wanted="a child that reports done and ends with status 0",
             next_step=(f"{look}; " if look else "") + f"read {self._log}; RESUME=1 continues",
         )

@@ -56,8 +56,11 @@ def open_channel() -> Channel:
     return Channel(sys.stdin, answers)
 
 
-def report_error(channel: Channel, error: BaseException) -> None:
-    """Sends the error as an event (with its three parts when it is a Fault) and logs it whole."""
+def report_error(channel: Channel, error: BaseException, *, who: str = "") -> None:
+    """Sends the error as an event (with its three parts when it is a Fault) and logs it whole.
+
+    who: stands before its words, where several processes answer in one channel.
+    """
     with contextlib.suppress(OSError):  # the log may be what is full
         traceback.print_exc()
     if isinstance(error, OSError):
@@ -69,7 +72,7 @@ def report_error(channel: Channel, error: BaseException) -> None:
         {
             "event": "error",
             "kind": type(error).__name__,
-            "message": getattr(error, "found", None) or words,
+            "message": who + (getattr(error, "found", None) or words),
             "wanted": getattr(error, "wanted", None),
             "next_step": getattr(error, "next_step", None),
             "code": error.code if isinstance(error, Fault) else None,

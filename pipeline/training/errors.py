@@ -43,3 +43,7 @@ class RankError(TrainingError):
     """Another rank stopped, or cannot be reached."""
 
     code = "CS-RANK"
+
+
+class LostPeers(RankError):
+    """The connection to the other ranks broke; which of them ended, and how, is not known here."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pipeline.faults import Fault, described
 from pipeline.slate.files import disk_fault
-from pipeline.training.errors import RankError, RequestError, TrainingError
+from pipeline.training.errors import LostPeers, RankError, RequestError, TrainingError
 
 T = TypeVar("T")
 _TIMEOUT = timedelta(minutes=30)  # a rank may wait while rank 0 writes and digests a checkpoint
@@ -154,7 +154,7 @@ def lost_peers(ranks: Ranks) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise RankError(
+        raise LostPeers(
             f"rank {ranks.rank} lost its peers: {str(error).splitlines()[0]}",
             wanted=f"{ranks.world} ranks alive",
             next_step="look for the rank that ended first in this log (out of memory? see dmesg)",
