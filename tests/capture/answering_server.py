@@ -23,6 +23,7 @@ class AnsweringServer:
         self.url = ""
         self.faults: dict[int, list[str]] = {}
         self.seconds: dict[int, float] = {}  # first token of a prompt -> how long its answer takes
+        self.together: threading.Barrier | None = None  # that many answer at the same time
         self.asked: list[dict[str, Any]] = []
         self.tries: Counter[int] = Counter()
         self.busy = self.most_busy = 0
@@ -61,6 +62,8 @@ def answering() -> Iterator[AnsweringServer]:
                 number = told.tries[first]
                 told.busy += 1
                 told.most_busy = max(told.busy, told.most_busy)
+            if told.together:
+                told.together.wait(60)
             time.sleep(told.seconds.get(first, 0.0))
             with told.lock:
                 told.busy -= 1

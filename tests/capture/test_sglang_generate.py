@@ -1,4 +1,5 @@
 import dataclasses
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -58,9 +59,10 @@ def test_it_asks_greedily_for_its_own_ends_and_limit(server: AnsweringServer) ->
 
 
 def test_no_more_requests_than_allowed_are_in_flight(server: AnsweringServer) -> None:
+    server.together = threading.Barrier(4)  # a reply waits for three others
     server.seconds = dict.fromkeys(range(12), 0.05)
-    list(generate(server, prompts(12), limits=LIMITS))
-    assert 2 <= server.most_busy <= 4
+    assert len(list(generate(server, prompts(12), limits=LIMITS))) == 12
+    assert server.most_busy == 4
 
 
 def test_prompts_are_read_as_they_are_needed(server: AnsweringServer) -> None:
@@ -139,11 +141,11 @@ def test_a_reply_that_contradicts_itself_is_refused(
 
 
 def test_breaking_off_does_not_wait_for_replies_in_flight(server: AnsweringServer) -> None:
-    server.seconds = {1: 3.0, 2: 3.0}
+    server.seconds = {1: 20.0, 2: 20.0}
     started = time.monotonic()
     with closing(generate(server, prompts(40), limits=LIMITS)) as answers:
         assert next(answers).prompt.id == "p-0"
-    assert time.monotonic() - started < 2.0
+    assert time.monotonic() - started < 15
     assert max(server.tries.values()) == 1
 
 
