@@ -1,8 +1,15 @@
-"""Options of tests that want GPUs, and of those that look at a host."""
+"""Options of tests that want GPUs, and of those that look at a host; how examples are drawn."""
 
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How long one example takes says how busy the machine is, not that the product is wrong.
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any machine")
 
 _READY_HOST = Path(__file__).parents[1] / "ansible" / "group_vars" / "gpu_hosts.yml"
 

@@ -80,7 +80,7 @@ def assert_every_row_is_right(dataset: StateDataset) -> None:
         assert torch.equal(torch.stack([*states.taps, states.final]), wanted)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     lengths=st.lists(st.integers(1, 20), min_size=1, max_size=12),
     reorder=st.booleans(),

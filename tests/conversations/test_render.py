@@ -321,7 +321,8 @@ CONTENT = st.one_of(st.text(max_size=12), st.lists(PIECES, max_size=6).map("".jo
 
 
 @settings(
-    max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+    max_examples=150,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(turns=st.lists(CONTENT, min_size=2, max_size=6).filter(lambda t: len(t) % 2 == 0))
 @pytest.mark.parametrize("template", ["chatml", "llama"])

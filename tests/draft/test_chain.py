@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.draft import chain
@@ -86,7 +86,6 @@ def stacked(plan):
     return pairs
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_every_index_of_a_plan_leads_to_its_row_and_step(data):
     supervised, document, plan = draw(data)
@@ -135,7 +134,6 @@ def test_every_index_of_a_plan_leads_to_its_row_and_step(data):
     ))  # fmt: skip
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_a_plan_is_the_same_after_its_way_through_one_buffer(data):
     _, _, plan = draw(data)
@@ -145,7 +143,6 @@ def test_a_plan_is_the_same_after_its_way_through_one_buffer(data):
             assert torch.equal(getattr(moved, name), tensor), name
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_spans_show_each_row_exactly_its_own_documents_past(data):
     before, chain.QUERY_BLOCK = chain.QUERY_BLOCK, 3

@@ -47,7 +47,7 @@ def assert_same(fast, dense, gradients):
         assert float((one - other).norm()) / scale < 1e-9, name
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_the_sparse_form_equals_the_dense_one(data):
     lengths = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=4))

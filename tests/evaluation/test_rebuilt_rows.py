@@ -58,7 +58,7 @@ def answer(target: Any) -> tuple[int, ...]:
     return plain_decode(target, PROMPT, max_new_tokens=LENGTH, end_ids=()).ids
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(right=st.lists(st.integers(0, K), min_size=1, max_size=6))
 def test_any_pattern_of_acceptance_gives_the_plain_answer(
     target: Any, answer: tuple[int, ...], right: list[int]

@@ -170,7 +170,7 @@ def test_a_spoilt_file_is_read_or_refused_in_words(
     assert as_it_was["kind"] == "read", as_it_was
 
     @settings(
-        max_examples=case.examples, derandomize=True, deadline=None, database=None,
+        max_examples=case.examples, derandomize=True, database=None,
         phases=[Phase.explicit, Phase.generate],  # a spoilt file needs no shrinking
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
     )  # fmt: skip

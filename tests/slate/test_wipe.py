@@ -133,7 +133,7 @@ def test_partial_files_go_and_whole_ones_stay(tmp_path: Path) -> None:
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="/\0"), min_size=1, max_size=12)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(names=st.lists(NAMES.filter(lambda name: name not in (".", "..")), unique=True, max_size=6))
 def test_whatever_the_names_nothing_is_left(
     names: list[str], tmp_path_factory: pytest.TempPathFactory

@@ -70,7 +70,7 @@ def test_the_same_ids_again_are_told_and_left_out(tmp_path: Path) -> None:
     assert writer.kept == 2
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(questions=st.lists(st.text(max_size=3), min_size=1, max_size=40), share=st.floats(0.01, 0.9))
 def test_a_sample_has_the_same_split_whatever_else_is_in_the_file(
     questions: list[str], share: float, tmp_path_factory: pytest.TempPathFactory

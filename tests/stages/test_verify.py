@@ -37,9 +37,8 @@ from .sealing import (
 
 QUICK = settings(
     max_examples=250,
-    deadline=None,
     derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 
 

@@ -75,7 +75,7 @@ BAD = {
 CUTS = st.lists(st.integers(4090, 4330), max_size=12)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(cuts=CUTS)
 def test_rows_are_judged_the_same_wherever_pieces_end(cuts: list[int]) -> None:
     found = seen(damaged(), cuts)
@@ -84,7 +84,7 @@ def test_rows_are_judged_the_same_wherever_pieces_end(cuts: list[int]) -> None:
     assert [bad.id for bad in found] == sorted(bad.id for bad in found)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30, derandomize=True)
 @given(cuts=CUTS)
 def test_nothing_is_found_in_rows_as_captured(cuts: list[int]) -> None:
     least = torch.zeros(8, 6, dtype=torch.bfloat16)

@@ -59,7 +59,7 @@ def test_a_shard_is_an_ordinary_safetensors_file(tmp_path: Path) -> None:
         assert file.get_tensor("supervised").tolist() == [False, True, False] + [False, True] * 2
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_what_was_placed_is_read_back_in_planned_order(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
@@ -92,7 +92,7 @@ def test_the_file_does_not_depend_on_the_order_of_arrival(tmp_path: Path) -> Non
     assert len(digests) == 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(position=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_any_flipped_bit_is_noticed(
     position: float, bit: int, tmp_path_factory: pytest.TempPathFactory
@@ -152,7 +152,7 @@ def test_more_than_memory_keeps_is_proven_past_the_cache(
     assert seen == [large]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(lengths=st.lists(st.integers(1, 400), min_size=1, max_size=5))
 def test_rows_are_proven_wherever_a_piece_of_the_file_ends(
     lengths: list[int], tmp_path_factory: pytest.TempPathFactory

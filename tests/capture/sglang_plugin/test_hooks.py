@@ -393,7 +393,7 @@ def schedules(draw: st.DrawFn) -> tuple[list[int], list[list[tuple[int, int, int
     return lengths, batches
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(schedules(), st.sampled_from([1 << 10, 1 << 14]), st.booleans())
 def test_any_chunking_and_restart_gives_the_rows_of_the_whole(
     schedule: tuple[list[int], list[list[tuple[int, int, int]]]], ring: int, packed: bool
