@@ -108,7 +108,7 @@ def profile_files(profile: str) -> list[Path]:
     found: list[Path] = []
     while profile not in shipped_profiles() and len(found) < _MOST_PARENTS:
         found.append((found[-1].parent if found else Path()).absolute() / profile)
-        if not found[-1].is_file() or (parent := _read(found[-1]).get("extends")) is None:
+        if not _is_file(found[-1]) or (parent := _read(found[-1]).get("extends")) is None:
             break
         profile = str(parent)
     return found
@@ -144,7 +144,7 @@ def _find(profile: str, beside: Path | None = None) -> Path:
     path = Path(profile)
     if beside is not None and not path.is_absolute():
         path = beside / path
-    if path.is_file():
+    if _is_file(path):
         return path
     raise SettingsError(
         f"profile {profile!r} does not exist",
@@ -165,6 +165,18 @@ def _chain(profile: str) -> list[Path]:
             )
         paths.append(path)
     return paths
+
+
+def _is_file(path: Path) -> bool:
+    """SettingsError where that cannot be told: a name too long, a folder that may not be read."""
+    try:
+        return path.is_file()
+    except OSError as error:
+        raise SettingsError(
+            f"profile {path}: {error.strerror}",
+            wanted="the path of a .yaml file that can be read",
+            next_step="correct PROFILE=, or `extends` in the profile that names it",
+        ) from error
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -99,6 +99,7 @@ def test_another_kind_of_target_replaces_the_old_one_whole(tmp_path: Path) -> No
     ("text", "words"),
     [
         ("extends: nowhere\n", "'nowhere' does not exist"),
+        (f"extends: {'x' * 300}\n", "File name too long"),
         ("extends: mine.yaml\n", "circle"),
         ("train: {epochs: 1, epochs: 2}\n", "stands twice"),
         ("- a list\n", "holds list"),

@@ -44,6 +44,9 @@ write_atomic(Path({str(path)!r}), b"n" * 5000)
         (errno.EDQUOT, "make room there"),
         (errno.EIO, "repair it"),
         (errno.EROFS, "repair it"),
+        (errno.EACCES, "right to it"),
+        (errno.EMFILE, "ulimit -n"),
+        (errno.ENAMETOOLONG, "shorter path"),
     ],
 )
 def test_an_error_without_a_name_gets_one_and_a_next_step(
