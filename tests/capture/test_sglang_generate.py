@@ -115,7 +115,7 @@ def test_a_server_that_died_says_so_itself(server: AnsweringServer) -> None:
 
 
 def test_a_reply_that_takes_too_long_is_asked_for_again(server: AnsweringServer) -> None:
-    server.seconds = {0: 0.5}
+    server.seconds = {0: 20.0}
     limits = dataclasses.replace(LIMITS, timeout_seconds=0.2)
     with pytest.raises(GenerationFailed, match=r"p-0.*timed out"):
         list(generate(server, prompts(1), limits=limits))
