@@ -22,7 +22,6 @@ _OF_THE_DISK = (
     *(errno.EMFILE, errno.ENFILE, errno.EBUSY),
 )
 _REPAIR = {
-    **dict.fromkeys(_FULL, "make room there (df -h, df -i, quota)"),
     **dict.fromkeys((errno.EACCES, errno.EPERM), "give this user the right to it (namei -l)"),
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "allow more open files (ulimit -n)"),
     errno.ENAMETOOLONG: "name a shorter path",
@@ -51,12 +50,13 @@ def disk_fault(error: OSError, *, place: Path, next_step: str) -> DiskFault | No
     room = ""
     with contextlib.suppress(OSError):
         room = f" ({free_bytes(path) >> 20} MiB free in {existing_parent(path)})"
+    full = error.errno in _FULL
+    repair = _REPAIR.get(error.errno, "repair it (dmesg, mount)")
     return DiskFault(
         f"{path}: {error.strerror}{room}",
-        wanted="room for it"
-        if error.errno in _FULL
-        else "files and folders that can be read and written",
-        next_step=f"{_REPAIR.get(error.errno, 'repair it (dmesg, mount)')}, then: {next_step}",
+        wanted="room for it" if full else "files and folders that can be read and written",
+        next_step=("make room there (df -h, df -i, quota)" if full else repair)
+        + f", then: {next_step}",
     )
 
 
