@@ -195,7 +195,7 @@ def test_leaving_within_a_large_pack_reads_no_more_of_it(ask, masks, monkeypatch
     with packs_ahead(made, [PackOrder(np.array([0, 1, 2, 3, 4, 5] * 5))]):
         time.sleep(0.1)
         began = time.perf_counter()
-    assert time.perf_counter() - began < 10
+    assert time.perf_counter() - began < 5
 
 
 def test_two_streams_of_one_reader_do_not_wait_for_each_other(ask, masks) -> None:
@@ -232,11 +232,11 @@ def test_a_shard_cut_meanwhile_stops_the_run_with_its_name(ask) -> None:
 def test_a_loop_slower_than_the_disk_waits_for_nothing(ask) -> None:
     with packs_ahead(reader(ask), orders(12)) as packs:
         for _ in packs:
-            time.sleep(0.05)
+            time.sleep(0.2)  # of all of them two percent are far more than a ready pack takes
         flow = packs.flow()
-    assert flow.waiting < 0.3  # a busy machine may hold the readers up
+    assert flow.line() is None
     assert flow.taken_bytes > 0
-    assert flow.seconds >= 0.6
+    assert flow.seconds >= 2.4
 
 
 def test_a_disk_slower_than_the_loop_is_told_in_figures(ask, monkeypatch) -> None:
@@ -244,7 +244,7 @@ def test_a_disk_slower_than_the_loop_is_told_in_figures(ask, monkeypatch) -> Non
     read = made._files.read
 
     def slowly(*rows) -> None:
-        time.sleep(0.02)
+        time.sleep(0.1)  # far more than what the loop does with a pack, on a busy machine too
         read(*rows)
 
     monkeypatch.setattr(made._files, "read", slowly)
@@ -253,7 +253,7 @@ def test_a_disk_slower_than_the_loop_is_told_in_figures(ask, monkeypatch) -> Non
         flow = packs.flow()
         assert packs.flow().taken_bytes == 0  # since last asked
     assert flow.taken_bytes == sum(sizes)
-    assert flow.waiting > 0.5  # all but a little of it, on a machine with nothing else to do
-    assert flow.reading > 0.5
-    assert flow.wanted > 2 * flow.got
+    assert flow.waiting > 0.9
+    assert flow.reading > 0.9
+    assert flow.wanted > 5 * flow.got
     assert "MB/s wanted" in str(flow.line())
